@@ -1,0 +1,1 @@
+"""Train LLMs on very long sequences over mixed GPUs."""

@@ -1,0 +1,381 @@
+"""The plan: who owns which tokens and which attention heads. A plan is data.
+
+A plan holds data-parallel replicas; a replica holds head-parallel (HP) groups; a group holds ranks.
+Group g owns L_g tokens of its replica's stream. Rank d of it holds `tokens` of them in the
+token-wise layers and, after an all-to-all, the query heads [a, b) of all L_g tokens in attention.
+The order of the groups is their nesting order: the first takes the outermost pieces of the stream.
+
+`Plan.validate` checks a plan in integers and shares no code with the search that made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from hexiseq_triton.errors import ConfigError, PlanError
+from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
+
+PLAN_VERSION = 1
+HeadRange = tuple[int, int]
+"""Heads [start, stop)."""
+
+
+def kv_heads_of(q_heads: HeadRange, q_per_kv: int) -> HeadRange:
+    """Return the KV heads that the query heads [start, stop) read; none for no query heads."""
+    start, stop = q_heads
+    if start == stop:
+        return (start // q_per_kv, start // q_per_kv)
+    return (start // q_per_kv, -(-stop // q_per_kv))
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class RankShare:
+    """One rank's share of its HP group.
+
+    `memory_bytes` is predicted, `memory_limit_bytes` what the rank may use; `seconds` is the
+    predicted busy time of one step. All three are None in plans written by hand.
+    """
+
+    rank: int
+    tokens: int
+    q_heads: HeadRange
+    kv_heads: HeadRange
+    gpu: str | None = None
+    node: str | None = None
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    seconds: float | None = None
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.q_heads[1] - self.q_heads[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class GroupPlan:
+    """A head-parallel group: its ranks hold every query head once, over the group's tokens."""
+
+    ranks: tuple[RankShare, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(share.tokens for share in self.ranks)
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class ReplicaPlan:
+    """HP groups that train on the same sequences; all its sequences form one stream a pass."""
+
+    groups: tuple[GroupPlan, ...]
+    sequences: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def shares(self) -> list[RankShare]:
+        return [share for group in self.groups for share in group.ranks]
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class ExchangePlan:
+    """How KV travels between groups.
+
+    `arrangement` "balanced" deals tokens so that every group gets its share of attention work
+    (mirrored pieces for one causal document, chunks for packed ones); "contiguous" gives each
+    group one run of tokens, as plain ring attention does. A transfer carries at most
+    `chunk_tokens` rows, and `window` rounds of transfers are in flight at a time.
+    """
+
+    arrangement: Literal["balanced", "contiguous"] = "balanced"
+    chunk_tokens: int = 8192
+    window: int = 2
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class Prediction:
+    """What one optimizer step of the plan is expected to take."""
+
+    step_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class BaselineResult:
+    """A layout the plan was compared with; `step_seconds` is None where `reason` forbids it."""
+
+    step_seconds: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class Split:
+    """One HP group, by hand: tokens and query heads per rank, and optionally the ranks' numbers."""
+
+    tokens: tuple[int, ...]
+    heads: tuple[int, ...]
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class Plan:
+    """Who owns what, what it is predicted to cost, and what it was compared with."""
+
+    world_size: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    replicas: tuple[ReplicaPlan, ...]
+    head_dim: int | None = None
+    causal: bool = True
+    accumulation: int = 1
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
+    strategy: str = "by hand"
+    predicted: Prediction | None = None
+    lower_bound_seconds: float | None = None
+    gap: float | None = None
+    baselines: dict[str, BaselineResult] = field(default_factory=dict)
+    made_from: dict[str, str] = field(default_factory=dict)
+    version: int = PLAN_VERSION
+
+    # ---------------------------------------------------------------- made by hand
+
+    @classmethod
+    def from_splits(
+        cls,
+        *replicas: Sequence[Split],
+        num_kv_heads: int | None = None,
+        sequences: Sequence[int] | None = None,
+        world_size: int | None = None,
+        causal: bool = True,
+        exchange: ExchangePlan | None = None,
+        head_dim: int | None = None,
+        accumulation: int = 1,
+    ) -> Plan:
+        """Write a plan by hand; ranks count up from 0 where a split names none.
+
+        Args:
+            replicas: for each replica its HP groups, in nesting order.
+            num_kv_heads: key/value heads of the model; as many as query heads if left out.
+            sequences: sequences a pass for each replica; 1 each if left out.
+            world_size: ranks in all; more than the splits name leaves the others idle.
+
+        Raises:
+            PlanError: if the splits contradict each other; the message says where.
+        """
+        if not replicas or not all(replicas):
+            raise PlanError("from_splits needs at least one replica, each with at least one Split")
+        num_heads = sum(replicas[0][0].heads)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise PlanError(
+                f"{num_heads} query heads over {num_kv_heads} KV heads: num_kv_heads must divide "
+                "the query heads"
+            )
+        counts = sequences or [1] * len(replicas)
+        if len(counts) != len(replicas):
+            raise PlanError(f"sequences has {len(counts)} entries for {len(replicas)} replicas")
+
+        next_rank = 0
+        plans = []
+        for groups, count in zip(replicas, counts, strict=True):
+            group_plans = []
+            for split in groups:
+                shares, next_rank = _shares(split, num_heads // num_kv_heads, next_rank)
+                group_plans.append(GroupPlan(shares))
+            plans.append(ReplicaPlan(tuple(group_plans), count))
+
+        used = 1 + max(share.rank for replica in plans for share in replica.shares)
+        plan = cls(
+            world_size=used if world_size is None else world_size,
+            seq_len=plans[0].tokens // max(plans[0].sequences, 1),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            replicas=tuple(plans),
+            head_dim=head_dim,
+            causal=causal,
+            accumulation=accumulation,
+            exchange=exchange or ExchangePlan(),
+        )
+        plan.validate()
+        return plan
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def q_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.accumulation * sum(replica.sequences for replica in self.replicas)
+
+    @property
+    def shares(self) -> list[RankShare]:
+        """Every rank that works, in replica, group and rank order."""
+        return [share for replica in self.replicas for share in replica.shares]
+
+    def replica_of(self, rank: int) -> int | None:
+        """Return the index of the replica a rank belongs to; None for an idle rank."""
+        for index, replica in enumerate(self.replicas):
+            if any(share.rank == rank for share in replica.shares):
+                return index
+        return None
+
+    # ---------------------------------------------------------------- checks
+
+    def validate(self) -> None:
+        """Check the plan in integers.
+
+        Raises:
+            PlanError: naming the replica, group and rank, what it holds and what it should.
+        """
+        if self.version != PLAN_VERSION:
+            raise PlanError(f"plan version {self.version}; this release reads {PLAN_VERSION}")
+        for name in ("world_size", "seq_len", "num_heads", "num_kv_heads", "accumulation"):
+            least = 0 if name == "seq_len" else 1
+            if getattr(self, name) < least:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.num_heads % self.num_kv_heads:
+            raise PlanError(
+                f"{self.num_heads} query heads do not divide by {self.num_kv_heads} KV heads"
+            )
+        if self.exchange.chunk_tokens < 1 or self.exchange.window < 1:
+            raise PlanError("exchange.chunk_tokens and exchange.window must be at least 1")
+        if not self.replicas:
+            raise PlanError("the plan has no replica")
+        self._validate_ranks()
+        for index, replica in enumerate(self.replicas):
+            self._validate_replica(index, replica)
+
+    def _validate_ranks(self) -> None:
+        ranks = [share.rank for share in self.shares]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            raise PlanError(f"ranks {twice} stand in the plan more than once")
+        outside = sorted(rank for rank in ranks if not 0 <= rank < self.world_size)
+        if outside:
+            raise PlanError(f"ranks {outside} lie outside a world of {self.world_size}")
+
+    def _validate_replica(self, index: int, replica: ReplicaPlan) -> None:
+        expected = replica.sequences * self.seq_len
+        if replica.sequences < 1 or replica.tokens != expected:
+            raise PlanError(
+                f"replica {index} holds {replica.tokens} tokens; {replica.sequences} sequences of "
+                f"{self.seq_len} are {expected}"
+            )
+        for g, group in enumerate(replica.groups):
+            where = f"replica {index}, group {g}"
+            if not group.ranks:
+                raise PlanError(f"{where} has no rank")
+            for share in group.ranks:
+                self._validate_share(where, share)
+            held = sorted(share.q_heads for share in group.ranks if share.num_q_heads)
+            edges = [(0, 0), *held, (self.num_heads, self.num_heads)]
+            if any(a[1] != b[0] for a, b in pairwise(edges)):
+                raise PlanError(
+                    f"{where} holds query heads {held}; together they must be "
+                    f"[0, {self.num_heads}) with every head once"
+                )
+
+    def _validate_share(self, where: str, share: RankShare) -> None:
+        if share.tokens < 0:
+            raise PlanError(f"{where}: rank {share.rank} holds {share.tokens} tokens")
+        start, stop = share.q_heads
+        if not 0 <= start <= stop <= self.num_heads:
+            raise PlanError(
+                f"{where}: rank {share.rank} has query heads [{start}, {stop}); they must lie in "
+                f"[0, {self.num_heads})"
+            )
+        needed = kv_heads_of(share.q_heads, self.q_per_kv)
+        if share.kv_heads != needed:
+            raise PlanError(
+                f"{where}: rank {share.rank} has KV heads {share.kv_heads}; its query heads "
+                f"{share.q_heads} read {needed}"
+            )
+
+    # ---------------------------------------------------------------- file
+
+    def to_json(self) -> str:
+        """Return the plan's file: sorted keys, floats at 9 digits, a digest of the content."""
+        content = _rounded(asdict(self))  # type: ignore[call-overload]
+        return json.dumps(content | {"digest": _digest(content)}, sort_keys=True, indent=1) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """A hash of the whole content; equal plans have equal digests."""
+        return _digest(_rounded(asdict(self)))  # type: ignore[call-overload]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file and check it.
+
+        Raises:
+            ConfigError: if the file cannot be read or a field is wrong.
+            PlanError: if the file was edited after it was written, or contradicts itself.
+        """
+        content = read_mapping(path)
+        digest = content.pop("digest", None)
+        if content.get("version") != PLAN_VERSION:
+            raise ConfigError(
+                f"{path}: version is {content.get('version')!r}; this release reads plans of "
+                f"version {PLAN_VERSION}"
+            )
+        if digest != _digest(content):
+            raise PlanError(
+                f"{path}: was edited after it was written (digest {str(digest)[:12]}, content "
+                f"{_digest(content)[:12]}); write plans with `hexiseq plan` or Plan.from_splits"
+            )
+        plan = build(cls, content, str(path))
+        plan.validate()
+        return plan
+
+
+def _shares(split: Split, q_per_kv: int, next_rank: int) -> tuple[tuple[RankShare, ...], int]:
+    """Return the shares of one hand-written group and the next free rank."""
+    ranks = split.ranks
+    if ranks is None:
+        ranks = tuple(range(next_rank, next_rank + len(split.tokens)))
+    if not len(ranks) == len(split.tokens) == len(split.heads):
+        raise PlanError(
+            f"a Split has {len(split.tokens)} token counts, {len(split.heads)} head counts and "
+            f"{len(ranks)} ranks; it needs one of each per rank"
+        )
+    shares = []
+    start = 0
+    for rank, tokens, count in zip(ranks, split.tokens, split.heads, strict=True):
+        q_heads = (start, start + count)
+        shares.append(RankShare(rank, tokens, q_heads, kv_heads_of(q_heads, q_per_kv)))
+        start += count
+    return tuple(shares), max([next_rank, *(rank + 1 for rank in ranks)])
+
+
+def _rounded(value: Any) -> Any:
+    """Return JSON content with tuples as lists and floats at 9 significant digits."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def _digest(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,145 @@
+"""The order in which KV travels between groups: one total order of transfers, packed into rounds.
+
+Rank d needs, for its heads, the keys and values of every other group that its queries can see. A
+*route* is direct: from the one rank of the other group that serves those heads to d, nothing is
+forwarded. Routes are cut into transfers of bounded size. All transfers of a layer stand in one
+order, by the time at which the receiver will need them (the key rows it consumes before), ties by
+(receiver, sender). Each goes into the first round in which its receiver has no other arrival and
+its sender no other departure. Every rank walks the rounds in order, so the two ends of a transfer
+always agree, and no cycle of waiting ranks can form.
+
+Heads travel in *atomic intervals*: the KV heads between neighbouring cuts of all groups. Then the
+rows of one interval are contiguous on the sender, and each is an attention chunk of its own.
+
+Backward walks the same rounds; a partial dK/dV goes straight back to the transfer's sender.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hexiseq_triton.planner.plans import HeadRange, RankShare, ReplicaPlan
+from hexiseq_triton.segments import Mask, RowRange, Segment, num_tokens, visible_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV rows of one atomic head interval, from the rank that serves them to one that needs them.
+
+    `rows` are ranges of the sender group's token order; `group` is the sender's group.
+    """
+
+    sender: int
+    receiver: int
+    group: int
+    kv_heads: HeadRange
+    rows: tuple[RowRange, ...]
+    round: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(stop - start for start, stop in self.rows)
+
+
+def atomic_intervals(replica: ReplicaPlan) -> list[HeadRange]:
+    """Return the KV head intervals between neighbouring cuts of all ranks of the replica."""
+    cuts = {edge for share in replica.shares if share.num_kv_heads for edge in share.kv_heads}
+    return list(pairwise(sorted(cuts)))
+
+
+def intervals_of(share: RankShare, intervals: Sequence[HeadRange]) -> list[HeadRange]:
+    """Return the atomic intervals that lie in the rank's KV heads."""
+    start, stop = share.kv_heads
+    return [i for i in intervals if start <= i[0] and i[1] <= stop]
+
+
+def transfers(
+    replica: ReplicaPlan,
+    group_segments: Sequence[Sequence[Segment]],
+    mask: Mask,
+    chunk_tokens: int,
+) -> tuple[Transfer, ...]:
+    """Return all transfers of one attention layer, in their total order, with their rounds.
+
+    Args:
+        replica: the groups and their ranks.
+        group_segments: the segments of each group, in the group's row order.
+        mask: what a query sees; rows no query of the receiver sees do not travel.
+        chunk_tokens: most rows in one transfer.
+    """
+    intervals = atomic_intervals(replica)
+    needed = []  # (need time, receiver, sender, transfer without its round)
+    for g, group in enumerate(replica.groups):
+        rows_from = _rows_needed(g, group_segments, mask, chunk_tokens)
+        for position, share in enumerate(group.ranks):
+            consumed = num_tokens(group_segments[g]) * share.num_kv_heads
+            for source, pieces in rows_from:
+                for interval in intervals_of(share, intervals):
+                    sender = _server(replica.groups[source].ranks, interval, position)
+                    for rows in pieces:
+                        item = Transfer(sender, share.rank, source, interval, rows, 0)
+                        need_time = consumed / share.num_kv_heads
+                        needed.append((need_time, share.rank, sender, len(needed), item))
+                        consumed += item.num_rows * (interval[1] - interval[0])
+    return _packed(item for *_, item in sorted(needed, key=lambda entry: entry[:4]))
+
+
+def _rows_needed(
+    g: int, group_segments: Sequence[Sequence[Segment]], mask: Mask, chunk_tokens: int
+) -> list[tuple[int, list[tuple[RowRange, ...]]]]:
+    """Return (source group, rows of each chunk) for group g, in the order g consumes them."""
+    count = len(group_segments)
+    needed = []
+    for step in range(1, count):
+        source = (g - step) % count
+        rows = visible_rows(group_segments[g], group_segments[source], mask)
+        needed.append((source, _chunked(rows, chunk_tokens)))
+    return needed
+
+
+def _chunked(rows: Sequence[RowRange], chunk_tokens: int) -> list[tuple[RowRange, ...]]:
+    """Cut row ranges into runs of at most `chunk_tokens` rows, as equal as they go."""
+    total = sum(stop - start for start, stop in rows)
+    if not total:
+        return []
+    count = -(-total // chunk_tokens)
+    edges = [total * i // count for i in range(1, count + 1)]
+    chunks: list[list[RowRange]] = [[]]
+    seen = 0
+    for start, stop in rows:
+        while start < stop:
+            taken = min(stop - start, edges[len(chunks) - 1] - seen)
+            if not taken:
+                chunks.append([])
+                continue
+            chunks[-1].append((start, start + taken))
+            start += taken
+            seen += taken
+    return [tuple(chunk) for chunk in chunks]
+
+
+def _server(shares: Sequence[RankShare], interval: HeadRange, position: int) -> int:
+    """Return which rank of the source group serves an interval; replicas take turns."""
+    holders = [
+        share.rank
+        for share in shares
+        if share.kv_heads[0] <= interval[0] and interval[1] <= share.kv_heads[1]
+    ]
+    return holders[position % len(holders)]
+
+
+def _packed(ordered: Iterable[Transfer]) -> tuple[Transfer, ...]:
+    """Give each transfer the first round where its two ends are free, keeping their order."""
+    next_arrival: dict[int, int] = defaultdict(int)
+    next_departure: dict[int, int] = defaultdict(int)
+    packed = []
+    for item in ordered:
+        turn = max(next_arrival[item.receiver], next_departure[item.sender])
+        next_arrival[item.receiver] = next_departure[item.sender] = turn + 1
+        packed.append(
+            Transfer(item.sender, item.receiver, item.group, item.kv_heads, item.rows, turn)
+        )
+    return tuple(packed)

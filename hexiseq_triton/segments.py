@@ -103,6 +103,25 @@ def cut(segments: Iterable[Segment], sizes: Sequence[int]) -> list[list[Segment]
     return runs
 
 
+def take(segments: Iterable[Segment], rows: Iterable[RowRange]) -> list[Segment]:
+    """Return the segments that stand in the given row ranges, sorted and disjoint."""
+    starts = []
+    row = 0
+    for segment in segments:
+        starts.append((row, segment))
+        row += segment.num_tokens
+    taken = []
+    for low, high in rows:
+        first = max(0, bisect_right(starts, low, key=lambda entry: entry[0]) - 1)
+        for row, segment in starts[first:]:
+            if row >= high:
+                break
+            start = segment.start + max(low - row, 0)
+            stop = segment.start + min(high - row, segment.num_tokens)
+            taken.append(segment._replace(start=start, stop=stop))
+    return merge(taken)
+
+
 def rows_by_document(segments: Iterable[Segment]) -> dict[int, list[tuple[Segment, int]]]:
     """Return, for each document, its segments here with the row at which each begins."""
     found: dict[int, list[tuple[Segment, int]]] = defaultdict(list)

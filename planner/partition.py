@@ -79,6 +79,8 @@ def balanced(
 ) -> list[list[Segment]]:
     """Return each group's segments so that work per token is alike; counts are met exactly."""
     documents = whole_documents(document_lengths)
+    if not documents:
+        return [[] for _ in group_tokens]
     if mask == CAUSAL and len(documents) == 1:
         return mirrored(documents[0], group_tokens)
     if len(documents) == 1:

@@ -132,7 +132,11 @@ class Split:
 
 @dataclass(frozen=True, config=FILE_CONFIG)
 class Plan:
-    """Who owns what, what it is predicted to cost, and what it was compared with."""
+    """Who owns what, what it is predicted to cost, and what it was compared with.
+
+    `device_names` holds, for each `gpu` of a rank, the names under which CUDA may report it; the
+    runtime refuses other devices. A GPU without names runs anywhere.
+    """
 
     world_size: int
     seq_len: int
@@ -148,6 +152,7 @@ class Plan:
     lower_bound_seconds: float | None = None
     gap: float | None = None
     baselines: dict[str, BaselineResult] = field(default_factory=dict)
+    device_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     made_from: dict[str, str] = field(default_factory=dict)
     version: int = PLAN_VERSION
 

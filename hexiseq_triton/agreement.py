@@ -1,0 +1,85 @@
+"""What ranks agree on over the store, before a collective could hang or compute something else.
+
+Every rank posts a value, a leader joins them, all read the same list. And a rank that fails posts
+why, so that the ranks waiting for it can say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hexiseq_triton.errors import PeerError
+
+_FAULT = "fault"
+_ANSWER_MARGIN = timedelta(seconds=5)  # followers outwait the leader, who knows who is missing
+
+
+class Agreement:
+    """Values that some ranks post under a name, each seen by all of them.
+
+    Args:
+        store: a store of this context's own (keys are not prefixed further).
+        rank: this process.
+        timeout: how long to wait for the slowest rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._timeout = timeout
+        self._turns: dict[str, int] = {}
+
+    def gather(self, name: str, ranks: Sequence[int], value: str) -> list[str]:
+        """Return the values of `ranks`, in their order; the same list on every one of them.
+
+        Raises:
+            PeerError: if a rank posts nothing within the timeout; it names the missing ranks.
+        """
+        turn = self._turns.get(name, 0)
+        self._turns[name] = turn + 1
+        self._store.set(f"{name}/{turn}/{self._rank}", value)
+        answer = f"{name}/{turn}/all"
+        if self._rank == ranks[0]:
+            self._store.set(answer, json.dumps(self._collected(f"{name}/{turn}", ranks)))
+            if turn:  # all ranks are past the turn before
+                for key in (*map(str, ranks), "all"):
+                    self._store.delete_key(f"{name}/{turn - 1}/{key}")
+        found = self._read(answer, self._timeout + _ANSWER_MARGIN)
+        if found is None:
+            missing = [ranks[0]]
+        else:
+            values = json.loads(found)
+            missing = [rank for rank, item in zip(ranks, values, strict=True) if item is None]
+        if missing:
+            raise PeerError(
+                f"ranks {missing} did not reach '{name}' within {self._timeout.total_seconds():g} s"
+            )
+        return list(values)
+
+    def _collected(self, prefix: str, ranks: Sequence[int]) -> list[str | None]:
+        values: list[str | None] = []
+        patience = self._timeout
+        for rank in ranks:
+            values.append(self._read(f"{prefix}/{rank}", patience))
+            if values[-1] is None:  # the others had the same time
+                patience = timedelta(milliseconds=100)
+        return values
+
+    def _read(self, key: str, timeout: timedelta) -> str | None:
+        try:
+            self._store.wait([key], timeout)
+        except RuntimeError:  # DistStoreError, by backend
+            return None
+        return self._store.get(key).decode()
+
+    def post_fault(self, message: str) -> None:
+        """Tell the other ranks why this one stops; the first message stays."""
+        self._store.compare_set(_FAULT, "", message)
+
+    def fault(self, patience: timedelta) -> str | None:
+        """Return what the first failing rank said; wait up to `patience` for it."""
+        return self._read(_FAULT, patience)

@@ -1,0 +1,172 @@
+"""Exact attention under an uneven plan: the autograd function and its functional form.
+
+Forward:  all-to-all in (keys first), attention over own and arriving keys, all-to-all out.
+Backward: dO in, with delta = rowsum(dO * O) from the token owner's saved output; keys fetched
+again; partial dK/dV back to their owners; dq, dk, dv out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.errors import InputError
+from hexiseq_triton.heads import dkv_to_tokens, start_kv_to_heads, start_to_heads, to_tokens
+from hexiseq_triton.kernels import AttentionOptions, state_dtype
+from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.ring import Ring
+from hexiseq_triton.rope import apply_rope
+from hexiseq_triton.segments import Mask
+
+
+def hexiseq_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: ParallelContext,
+    layout: BatchLayout,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dropout_p: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend over all tokens of the batch, each document for itself; a collective call.
+
+    Args:
+        q: this rank's queries, [T, H, D] or [B, S, H, D] with B * S = T; T is `layout.num_tokens`.
+        k: this rank's keys, as q with H_kv heads.
+        v: this rank's values, as k.
+        context: the live process groups of the plan.
+        layout: the batch's layout, from `context.shard`.
+        softmax_scale: multiplies q . k; D ** -0.5 if left out.
+        causal: a query sees no key after its own position.
+        window_size: a query sees that many keys to its left and right; -1 is unbounded.
+        softcap: caps scores at c * tanh(s / c); 0.0 is off.
+        rope: (cos, sin), each [T, D / 2] or [T, D], applied to q and k in half-split form.
+        dropout_p: only 0.0.
+        alibi_slopes: only None.
+
+    Returns:
+        The output, in the shape and dtype of q.
+
+    Raises:
+        InputError: if a tensor doesn't fit the plan or the layout, or an argument is unsupported.
+        PeerError: if another rank failed; the message is that rank's.
+    """
+    with context.guard():
+        if dropout_p:
+            raise InputError(f"dropout_p is {dropout_p}; attention dropout is not supported: use 0.0")
+        if alibi_slopes is not None:
+            raise InputError("alibi_slopes is given; ALiBi is not supported: leave it out")
+        if softcap < 0.0:
+            raise InputError(f"softcap is {softcap}; it must be positive, or 0.0 for none")
+        if layout.plan is not context.plan or layout.rank != context.rank:
+            raise InputError("the layout belongs to another context; use its own context.shard")
+        shape = q.shape
+        q, k, v = (_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        _check(q, k, v, context, layout)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        mask = Mask.from_flash(causal, window_size)
+        options = AttentionOptions(mask, float(scale), float(softcap))
+        context.agree_on_call(q.dtype, q.shape[-1], repr(options))
+    if rope is not None:
+        with context.guard():
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    out: torch.Tensor = _Attention.apply(q, k, v, context, layout, options)
+    return out.reshape(shape)
+
+
+def _rows(name: str, x: torch.Tensor) -> torch.Tensor:
+    if x.dim() not in (3, 4):
+        raise InputError(
+            f"{name} has shape {tuple(x.shape)}; use [T, heads, D] or [B, S, heads, D]"
+        )
+    return x.flatten(0, -3)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: ParallelContext,
+    layout: BatchLayout,
+) -> None:
+    plan, tokens = context.plan, layout.num_tokens
+    head_dim = plan.head_dim or q.shape[-1]
+    for name, x, heads in (("q", q, plan.num_heads), ("k", k, plan.num_kv_heads)):
+        if x.shape != (tokens, heads, head_dim):
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)} on rank {context.rank}; plan and layout ask "
+                f"for {(tokens, heads, head_dim)}: (tokens, heads, head_dim)"
+            )
+    if v.shape != k.shape:
+        raise InputError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be alike")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != q.dtype or not x.dtype.is_floating_point:
+            raise InputError(f"{name} is {x.dtype}, q {q.dtype}; all must be one floating dtype")
+        if x.device != context.device:
+            raise InputError(f"{name} is on {x.device}; this context runs on {context.device}")
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: ParallelContext,
+        layout: BatchLayout,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        ctx.context, ctx.layout, ctx.options = context, layout, options
+        if layout.replica is None:
+            ctx.save_for_backward(k)
+            return torch.zeros_like(q)
+        with context.guard():
+            span = context.timeline.span
+            with span("all-to-all in"):
+                kv, kv_pending = start_kv_to_heads(context.heads, layout, k, v)
+                q_heads, q_pending = start_to_heads(context.heads, layout, q, "queries")
+                kv_pending.wait()
+                q_pending.wait()
+            ring = Ring(context.routes, layout, kv, options, context.timeline)
+            o, lse = ring.forward(q_heads)
+            with span("all-to-all out"):
+                out = to_tokens(context.heads, layout, o.to(q.dtype), "outputs")
+        ctx.intervals = list(kv)
+        ctx.save_for_backward(k, q_heads, lse, out, *kv.values())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (do,) = grads
+        context, layout, options = ctx.context, ctx.layout, ctx.options
+        if layout.replica is None:
+            (k,) = ctx.saved_tensors
+            return torch.zeros_like(do), torch.zeros_like(k), torch.zeros_like(k), None, None, None
+        k, q_heads, lse, out, *parts = ctx.saved_tensors
+        with context.guard():
+            span = context.timeline.span
+            kv = dict(zip(ctx.intervals, parts, strict=True))
+            state = state_dtype(do.dtype)
+            delta = (do.to(state) * out.to(state)).sum(-1)
+            with span("all-to-all in"):
+                do_heads, do_pending = start_to_heads(context.heads, layout, do, "gradients")
+                delta_heads, delta_pending = start_to_heads(context.heads, layout, delta, "delta")
+                do_pending.wait()
+                delta_pending.wait()
+            ring = Ring(context.routes, layout, kv, options, context.timeline)
+            dq_heads, dkv = ring.backward(q_heads, do_heads, lse, delta_heads.T.contiguous())
+            with span("all-to-all out"):
+                dq = to_tokens(context.heads, layout, dq_heads.to(do.dtype), "query gradients")
+                total = torch.zeros(k.shape[0], 2, *k.shape[1:], dtype=state, device=k.device)
+                dkv_to_tokens(context.heads, layout, dkv, total)
+        dk, dv = total.to(k.dtype).unbind(1)
+        return dq, dk, dv, None, None, None

@@ -1,0 +1,280 @@
+"""A plan bound to live process groups. Passed as an argument; any number can live in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hexiseq_triton.agreement import Agreement
+from hexiseq_triton.channel import Channel
+from hexiseq_triton.devices import DeviceReport, describe_device, place
+from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
+from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.loss import token_mean
+from hexiseq_triton.planner import Plan
+from hexiseq_triton.shard import LocalBatch, shard, unshard
+from hexiseq_triton.timeline import Timeline
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+_FAULT_PATIENCE = timedelta(seconds=2)
+_names = count()  # contexts are made in the same order on every rank
+
+
+def init(
+    plan: Plan | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    remap: bool = False,
+) -> ParallelContext:
+    """Bind a plan to the running processes; a collective call of all ranks.
+
+    Initialises torch.distributed from torchrun's environment if that has not been done.
+
+    Args:
+        plan: a plan or its file.
+        device: this process's device; its local GPU if left out, else the CPU.
+        timeout: how long a rank waits for another before it raises.
+        remap: let processes run ranks in another order where the devices ask for it.
+
+    Raises:
+        PlanError: the same on every rank, if ranks hold different plans, the world has another
+            size, a file is wrong on any rank, or the devices are not those of the plan.
+        PeerError: if a rank does not come.
+    """
+    chosen = _device(device)
+    owns_world = not dist.is_initialized()
+    if owns_world:
+        _init_world(chosen, timeout)
+    try:
+        store = dist.PrefixStore(f"hexiseq/{next(_names)}", _get_default_store())
+        agreement = Agreement(store, dist.get_rank(), timeout)
+        agreed, world_ranks = _agree_on_plan(plan, chosen, agreement, remap)
+        return ParallelContext(agreed, chosen, timeout, agreement, world_ranks, owns_world)
+    except BaseException:
+        if owns_world:
+            dist.destroy_process_group()
+        raise
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _init_world(device: torch.device, timeout: timedelta) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def _agree_on_plan(
+    plan: Plan | str | Path, device: torch.device, agreement: Agreement, remap: bool
+) -> tuple[Plan, list[int]]:
+    """Return the plan all ranks hold and the process of each of its ranks."""
+    world = list(range(dist.get_world_size()))
+    loaded: Plan | None = None
+    try:
+        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        loaded.validate()
+        answer = f"plan {loaded.digest}"
+    except HexiSeqError as error:
+        answer = f"failed: {error}"
+    answers = agreement.gather("init", world, answer)
+    reports = agreement.gather("devices", world, describe_device(device).to_json())
+    failed = {rank: text for rank, text in enumerate(answers) if text.startswith("failed: ")}
+    if failed:
+        raise PlanError("\n".join(f"rank {rank} {text}" for rank, text in failed.items()))
+    if len(set(answers)) > 1:
+        held = "\n".join(f"  rank {rank}: {text[:17]}" for rank, text in enumerate(answers))
+        raise PlanError(f"ranks hold different plans; give every rank the same file\n{held}")
+    assert loaded is not None
+    if loaded.world_size != len(world):
+        raise PlanError(
+            f"the plan is for {loaded.world_size} ranks; {len(world)} processes run. Start as many "
+            "(see `hexiseq launch`) or make a plan for them"
+        )
+    found = [DeviceReport.from_json(report) for report in reports]
+    return loaded, place(loaded, found, remap=remap)
+
+
+class ParallelContext:
+    """What one rank needs to carry the plan out. Made by `init`; use it as a context manager.
+
+    Attributes:
+        plan: the plan.
+        rank: this process's rank in the plan.
+        device: this process's device.
+        timeline: spans of this rank; off until `timeline.enabled = True`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        timeout: timedelta,
+        agreement: Agreement,
+        world_ranks: list[int],
+        owns_world: bool,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.timeline = Timeline(device)
+        self.rank = world_ranks.index(dist.get_rank())
+        self.replica = plan.replica_of(self.rank)
+        self._world_ranks = dict(enumerate(world_ranks))
+        self._agreement = agreement
+        self._owns_world = owns_world
+        self._broken: str | None = None
+        self._call: tuple[torch.dtype, int] | None = None
+        self._agreed_options: set[str] = set()
+        self._groups: list[dist.ProcessGroup] = []
+        self._make_groups(timeout)
+
+    def _make_groups(self, timeout: timedelta) -> None:
+        """Make all groups, in one order on all ranks, and use each once so that it is connected."""
+        alone = Channel(None, self.rank, self._world_ranks)
+        self.heads = self.routes = alone
+        world = self._group(sorted(self._world_ranks.values()), timeout)
+        assert world is not None
+        self.world_group: dist.ProcessGroup = world
+        for replica in self.plan.replicas:
+            self.routes = self._channel([s.rank for s in replica.shares], timeout) or self.routes
+            for group in replica.groups:
+                self.heads = self._channel([s.rank for s in group.ranks], timeout) or self.heads
+
+    def _channel(self, ranks: list[int], timeout: timedelta) -> Channel | None:
+        if len(ranks) < 2:
+            return None
+        group = self._group([self._world_ranks[rank] for rank in ranks], timeout)
+        return Channel(group, self.rank, self._world_ranks) if group is not None else None
+
+    def _group(self, world_ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
+        group = dist.new_group(world_ranks, timeout=timeout)
+        if dist.get_rank() not in world_ranks:
+            return None
+        # a point-to-point call may not be the first use of a communicator
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        self._groups.append(group)
+        return group
+
+    # ---------------------------------------------------------------- what users call
+
+    def shard(
+        self,
+        batch: Mapping[str, torch.Tensor] | None,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        source: int | None = None,
+    ) -> LocalBatch:
+        """Return this rank's tokens of a batch; see `hexiseq_triton.shard.shard`."""
+        with self.guard():
+            return shard(self, batch, cu_seqlens=cu_seqlens, source=source)
+
+    def unshard(self, local: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        """Return the whole replica's rows in their first order; see `shard.unshard`."""
+        with self.guard():
+            return unshard(self, local, layout)
+
+    def token_mean(
+        self, loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, *, grad_average: int
+    ) -> torch.Tensor:
+        """Return the mean loss over all tokens of all ranks; see `hexiseq_triton.loss`."""
+        with self.guard():
+            return token_mean(
+                loss_sum, num_tokens, grad_average=grad_average, group=self.world_group
+            )
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks as one flat mesh, for FSDP2's `fully_shard`."""
+        return DeviceMesh.from_group(self.world_group, self.device.type, mesh_dim_names=("world",))
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """The plan's ranks that share this rank's batch; itself alone for an idle rank."""
+        if self.replica is None:
+            return [self.rank]
+        return [share.rank for share in self.plan.replicas[self.replica].shares]
+
+    # ---------------------------------------------------------------- agreement and faults
+
+    def gather_in_replica(self, name: str, value: str) -> list[str]:
+        """Return every replica rank's value for `name`, the same list on all of them."""
+        ranks = [self._world_ranks[rank] for rank in self.replica_ranks]
+        return self._agreement.gather(f"{name}/{self.replica}", ranks, value)
+
+    def agree_on_call(self, dtype: torch.dtype, head_dim: int, options: str) -> None:
+        """Pin dtype and head dim at the first attention call; agree on each new set of options."""
+        if self.replica is None:
+            return
+        if self._call is not None and self._call != (dtype, head_dim):
+            raise InputError(
+                f"attention got {dtype} with head_dim {head_dim} on rank {self.rank}; this context "
+                f"began with {self._call[0]} and {self._call[1]}: use one context for each"
+            )
+        if options in self._agreed_options:
+            return
+        answers = self.gather_in_replica("call", f"{dtype}, head_dim {head_dim}, {options}")
+        if len(set(answers)) > 1:
+            lines = zip(self.replica_ranks, answers, strict=True)
+            held = "\n".join(f"  rank {rank}: {text}" for rank, text in lines)
+            raise InputError(f"ranks call attention differently\n{held}")
+        self._call = (dtype, head_dim)
+        self._agreed_options.add(options)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Post what goes wrong inside to the other ranks; say what they said first.
+
+        After a fault the communicators are in no known state, so every later call raises it again.
+        """
+        if self._broken is not None:
+            raise PeerError(f"this context failed before: {self._broken}")
+        try:
+            yield
+        except PeerError as error:
+            self._broken = self._agreement.fault(_FAULT_PATIENCE) or str(error)
+            self._agreement.post_fault(self._broken)
+            raise PeerError(self._broken) from error
+        except Exception as error:
+            self._broken = f"rank {self.rank}: {type(error).__name__}: {error}"
+            self._agreement.post_fault(self._broken)
+            raise
+
+    # ---------------------------------------------------------------- life
+
+    def close(self) -> None:
+        """Destroy the groups, and torch.distributed if `init` initialised it."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            dist.destroy_process_group(group)
+        if self._owns_world and groups:
+            dist.destroy_process_group()
+
+    def __enter__(self) -> ParallelContext:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

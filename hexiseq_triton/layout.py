@@ -1,0 +1,149 @@
+"""One batch over the plan's ranks: who holds which segments, and which transfers attention needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
+
+from hexiseq_triton.planner import Plan, RankShare
+from hexiseq_triton.planner.partition import deal
+from hexiseq_triton.planner.plans import HeadRange
+from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
+from hexiseq_triton.segments import Mask, RowRange, Segment, merge, num_tokens, take
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of the exchange, seen from one rank: at most one departure and one arrival.
+
+    `arrival_segments` are the positions of the arriving rows.
+    """
+
+    departure: Transfer | None = None
+    arrival: Transfer | None = None
+    arrival_segments: tuple[Segment, ...] = ()
+
+
+class BatchLayout:
+    """The segments of one batch, seen from one rank; built once a batch, used by all layers.
+
+    Args:
+        plan: the plan.
+        rank: this rank of the plan; an idle rank holds no segment.
+        document_lengths: tokens of each document of the rank's replica.
+    """
+
+    def __init__(self, plan: Plan, rank: int, document_lengths: Sequence[int]) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.document_lengths = tuple(document_lengths)
+        self.replica = plan.replica_of(rank)
+        self._rounds: dict[Mask, tuple[Round, ...]] = {}
+
+    @cached_property
+    def _dealt(self) -> list[list[list[Segment]]]:
+        return [] if self.replica is None else deal(self.plan, self.replica, self.document_lengths)
+
+    @cached_property
+    def _at(self) -> tuple[int, int]:
+        """This rank's group and its position there."""
+        assert self.replica is not None
+        for g, group in enumerate(self.plan.replicas[self.replica].groups):
+            for position, share in enumerate(group.ranks):
+                if share.rank == self.rank:
+                    return g, position
+        raise AssertionError(f"rank {self.rank} is not in its replica")
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The tokens this rank holds in the token-wise layers, in row order."""
+        return [] if self.replica is None else self._dealt[self._at[0]][self._at[1]]
+
+    @property
+    def num_tokens(self) -> int:
+        return num_tokens(self.segments)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole batch of this replica."""
+        return sum(self.document_lengths)
+
+    @property
+    def segments_of_rank(self) -> dict[int, list[Segment]]:
+        """The segments of every rank of this replica."""
+        if self.replica is None:
+            return {}
+        groups = self.plan.replicas[self.replica].groups
+        return {
+            share.rank: segments
+            for group, dealt in zip(groups, self._dealt, strict=True)
+            for share, segments in zip(group.ranks, dealt, strict=True)
+        }
+
+    # ---------------------------------------------------------------- this rank's HP group
+
+    @property
+    def shares(self) -> tuple[RankShare, ...]:
+        """The ranks of this rank's group, in the group's row order."""
+        assert self.replica is not None
+        return self.plan.replicas[self.replica].groups[self._at[0]].ranks
+
+    @property
+    def share(self) -> RankShare:
+        return self.shares[self._at[1]]
+
+    @cached_property
+    def group_rows(self) -> list[RowRange]:
+        """The rows of the group's tensors that each rank of the group owns."""
+        counts = [num_tokens(segments) for segments in self._dealt[self._at[0]]]
+        stops = list(accumulate(counts))
+        return [(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+    @cached_property
+    def group_segments(self) -> list[list[Segment]]:
+        """The segments of every group of the replica, in the group's row order."""
+        return [merge(chain.from_iterable(group)) for group in self._dealt]
+
+    @property
+    def own_group_segments(self) -> list[Segment]:
+        return self.group_segments[self._at[0]]
+
+    # ---------------------------------------------------------------- the exchange
+
+    @cached_property
+    def _intervals(self) -> list[HeadRange]:
+        assert self.replica is not None
+        return atomic_intervals(self.plan.replicas[self.replica])
+
+    def intervals(self, share: RankShare) -> list[HeadRange]:
+        """Return the atomic KV head intervals that a rank holds after the all-to-all."""
+        return intervals_of(share, self._intervals)
+
+    def rounds(self, mask: Mask) -> tuple[Round, ...]:
+        """Return this rank's part of every round of transfers; all ranks walk all rounds."""
+        if mask not in self._rounds:
+            self._rounds[mask] = self._make_rounds(mask)
+        return self._rounds[mask]
+
+    def _make_rounds(self, mask: Mask) -> tuple[Round, ...]:
+        assert self.replica is not None
+        ordered = transfers(
+            self.plan.replicas[self.replica],
+            self.group_segments,
+            mask,
+            self.plan.exchange.chunk_tokens,
+        )
+        departures = {item.round: item for item in ordered if item.sender == self.rank}
+        arrivals = {item.round: item for item in ordered if item.receiver == self.rank}
+        count = 1 + max((item.round for item in ordered), default=-1)
+        return tuple(
+            Round(departures.get(r), arrivals.get(r), self._positions(arrivals.get(r)))
+            for r in range(count)
+        )
+
+    def _positions(self, arrival: Transfer | None) -> tuple[Segment, ...]:
+        if arrival is None:
+            return ()
+        return tuple(take(self.group_segments[arrival.group], arrival.rows))

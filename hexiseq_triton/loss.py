@@ -1,0 +1,76 @@
+"""The mean loss over all tokens of all ranks, right in value and in gradient.
+
+With n_r valid tokens and a loss sum l_r on rank r the loss is L = sum_r l_r / sum_r n_r; means of
+means are wrong as soon as the n_r differ. A wrapper that averages gradients over W ranks divides
+what we return by W, so the gradient of l_r is scaled by W / sum_r n_r.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hexiseq_triton.errors import InputError
+
+
+def token_mean(
+    loss_sum: torch.Tensor,
+    num_tokens: int | torch.Tensor,
+    *,
+    grad_average: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Return the mean loss a token over all ranks of `group`; a collective call.
+
+    With gradient accumulation pass the valid tokens of the *whole* step as `num_tokens` in each
+    micro-step; the returned values then add up to the step's mean.
+
+    Args:
+        loss_sum: this rank's sum of token losses, a scalar; 0 where it has no valid token.
+        num_tokens: this rank's valid tokens.
+        grad_average: over how many ranks the wrapper averages gradients (FSDP2, DDP: its mesh
+            size); 1 if it sums them.
+        group: all ranks that train together.
+
+    Returns:
+        The mean, a scalar, the same on every rank; 0 if no rank has a valid token.
+
+    Raises:
+        InputError: if `loss_sum` is no scalar or `grad_average` is below 1.
+    """
+    if loss_sum.dim() != 0:
+        raise InputError(f"loss_sum has shape {tuple(loss_sum.shape)}; pass the sum, a scalar")
+    if grad_average < 1:
+        raise InputError(f"grad_average is {grad_average}; it must be 1 or more")
+    mean: torch.Tensor = _TokenMean.apply(loss_sum, num_tokens, grad_average, group)
+    return mean
+
+
+class _TokenMean(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_sum: torch.Tensor,
+        num_tokens: int | torch.Tensor,
+        grad_average: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        # float64: a token count above 2^24 is no float32 integer
+        totals = torch.stack(
+            [
+                loss_sum.detach().double(),
+                torch.as_tensor(num_tokens, device=loss_sum.device).double(),
+            ]
+        )
+        dist.all_reduce(totals, group=group)
+        total_loss, total_tokens = totals.unbind()
+        weight = torch.where(total_tokens > 0, 1.0 / total_tokens.clamp(min=1.0), 0.0)
+        ctx.save_for_backward((grad_average * weight).to(loss_sum.dtype))
+        return (total_loss * weight).to(loss_sum.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (scale,) = ctx.saved_tensors
+        return grads[0] * scale, None, None, None

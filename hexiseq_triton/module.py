@@ -1,0 +1,58 @@
+"""Attention under a plan as an nn.Module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hexiseq_triton.attention import hexiseq_attention
+from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.layout import BatchLayout
+
+
+class HexiSeqAttention(nn.Module):
+    """Exact attention of a packed batch over uneven tokens and heads. It holds no parameters.
+
+    Arguments have flash-attention 2's names and defaults; see `hexiseq_attention`.
+    """
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        *,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.softmax_scale = softmax_scale
+        self.causal = causal
+        self.window_size = window_size
+        self.softcap = softcap
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: BatchLayout,
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return the output of q, k, v: this rank's rows, [T, H, D] or [B, S, H, D]."""
+        return hexiseq_attention(
+            q,
+            k,
+            v,
+            self.context,
+            layout,
+            softmax_scale=self.softmax_scale,
+            causal=self.causal,
+            window_size=self.window_size,
+            softcap=self.softcap,
+            rope=rope,
+        )
+
+    def extra_repr(self) -> str:
+        return f"causal={self.causal}, window_size={self.window_size}, softcap={self.softcap}"

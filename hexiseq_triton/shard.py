@@ -1,0 +1,252 @@
+"""A global batch to local rows, and back.
+
+Labels are shifted before the batch is cut, and never across documents: a cut may run through a
+document, and the last token of a shard still learns the first of the next. Position ids are counted
+per document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hexiseq_triton.errors import InputError
+from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.segments import Segment
+
+if TYPE_CHECKING:
+    from hexiseq_triton.context import ParallelContext
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class LocalBatch(Mapping[str, torch.Tensor]):
+    """One rank's rows of a batch; maps the names of the batch's tensors to local ones.
+
+    Attributes:
+        tensors: local rows of each tensor of the batch, [T, ...]; labels are shifted.
+        position_ids: position of each row in its document, [T] int64.
+        cu_seqlens: bounds of this rank's pieces of documents, [pieces + 1] int32.
+        layout: who holds what; attention needs it.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    layout: BatchLayout
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def shard(
+    context: ParallelContext,
+    batch: Mapping[str, torch.Tensor] | None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    source: int | None = None,
+) -> LocalBatch:
+    """Return this rank's rows of a batch; a collective call of the ranks of a replica.
+
+    Args:
+        context: the live plan.
+        batch: the replica's tensors, each [T, ...] or [B, S, ...]; `labels`, if there, unshifted.
+            The same on every rank of the replica. Idle ranks may pass what they like, of which
+            they get no rows; its names, dtypes and inner shapes are kept.
+        cu_seqlens: bounds of the documents in the stream of T (or B * S) tokens, [docs + 1]. Left
+            out, a [T] stream is one document and each row of a [B, S] batch is one.
+        source: take the batch of the replica's rank at this position (0: its first) instead; the
+            others may pass None.
+
+    Raises:
+        InputError: the same on all ranks of the replica, if the batch is malformed on any of them
+            or differs between them.
+    """
+    problem, stream, lengths = None, {}, []
+    if source is None or context.replica_ranks.index(context.rank) == source:
+        try:
+            stream, lengths = _as_stream(batch, cu_seqlens)
+        except InputError as error:
+            problem = str(error)
+    _agree(context, stream, lengths, problem, source)
+    if source is not None:
+        stream, lengths = _broadcast(context, stream, lengths, source)
+    if context.replica is None:
+        stream, lengths = {name: tensor[:0] for name, tensor in stream.items()}, []
+
+    layout = BatchLayout(context.plan, context.rank, lengths)
+    if "labels" in stream:
+        stream["labels"] = _shifted(stream["labels"], lengths)
+    rows = _rows(layout.segments, lengths)
+    bounds = [0, *accumulate(segment.num_tokens for segment in layout.segments)]
+    return LocalBatch(
+        {name: tensor[rows.to(tensor.device)].to(context.device) for name, tensor in stream.items()},
+        _positions(layout.segments).to(context.device),
+        torch.tensor(bounds, dtype=torch.int32, device=context.device),
+        layout,
+    )
+
+
+def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+    """Return all rows of the replica's batch in their first order; a collective call.
+
+    It carries no gradient. An idle rank gets no rows.
+
+    Args:
+        context: the live plan.
+        local: this rank's rows, [T, ...]; inner shape and dtype alike on all ranks.
+        layout: the layout that `shard` returned.
+
+    Raises:
+        InputError: if `local` has another number of rows, or needs a gradient.
+    """
+    if local.requires_grad and torch.is_grad_enabled():
+        raise InputError("unshard carries no gradient; pass local.detach()")
+    if local.dim() == 0 or local.shape[0] != layout.num_tokens:
+        raise InputError(
+            f"local has shape {tuple(local.shape)}; rank {context.rank} holds "
+            f"{layout.num_tokens} rows"
+        )
+    held = layout.segments_of_rank
+    blocks = {
+        rank: local.new_empty(sum(s.num_tokens for s in segments), *local.shape[1:])
+        for rank, segments in held.items()
+    }
+    own = local.contiguous()
+    context.routes.start(
+        [(rank, own) for rank in blocks], list(blocks.items()), "the gathering of rows"
+    ).wait()
+    whole = local.new_empty(layout.total_tokens, *local.shape[1:])
+    for rank, block in blocks.items():
+        whole[_rows(held[rank], layout.document_lengths).to(local.device)] = block
+    return whole
+
+
+# -------------------------------------------------------------------- the batch as one stream
+
+
+def _as_stream(
+    batch: Mapping[str, torch.Tensor] | None, cu_seqlens: torch.Tensor | None
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return the tensors as [T, ...] and the document lengths."""
+    if not batch:
+        raise InputError("the batch is empty; pass at least one tensor, or source=")
+    first = next(iter(batch.values()))
+    if cu_seqlens is None:
+        dims = 2 if first.dim() > 1 else 1
+        lengths = [first.shape[-1]] * first.shape[0] if dims == 2 else [first.shape[0]]
+    else:
+        lengths = _lengths(cu_seqlens)
+        dims = 1 if first.shape[:1] == (sum(lengths),) else 2
+    stream = {}
+    for name, tensor in batch.items():
+        if tensor.dim() < dims or tensor.shape[:dims] != first.shape[:dims]:
+            raise InputError(
+                f"{name} has shape {tuple(tensor.shape)}; all tensors must begin with "
+                f"{tuple(first.shape[:dims])}"
+            )
+        stream[name] = tensor.flatten(0, dims - 1)
+    if stream and next(iter(stream.values())).shape[0] != sum(lengths):
+        raise InputError(
+            f"cu_seqlens ends at {sum(lengths)}; the batch has "
+            f"{next(iter(stream.values())).shape[0]} tokens"
+        )
+    return stream, lengths
+
+
+def _lengths(cu_seqlens: torch.Tensor) -> list[int]:
+    bounds = cu_seqlens.tolist()
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must be "
+            "int32 or int64, [documents + 1]"
+        )
+    if not bounds or bounds[0] != 0 or any(a > b for a, b in pairwise(bounds)):
+        raise InputError(f"cu_seqlens must begin with 0 and never fall; it is {bounds[:8]}...")
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def _agree(
+    context: ParallelContext,
+    stream: Mapping[str, torch.Tensor],
+    lengths: Sequence[int],
+    problem: str | None,
+    source: int | None,
+) -> None:
+    """Let all ranks of the replica raise the same error, or go on with the same batch."""
+    answer = f"failed: {problem}" if problem else _fingerprint(stream, lengths)
+    if source is not None and not problem and not stream:
+        answer = "follows"
+    answers = context.gather_in_replica("shard", f"source={source} {answer}")
+    ranks = context.replica_ranks
+    failed = [f"rank {r}: {a}" for r, a in zip(ranks, answers, strict=True) if " failed: " in a]
+    if failed:
+        raise InputError("\n".join(failed))
+    if len({answer for answer in answers if not answer.endswith(" follows")}) > 1:
+        held = "\n".join(f"  rank {r}: {a}" for r, a in zip(ranks, answers, strict=True))
+        raise InputError(
+            f"the ranks of replica {context.replica} hold different batches; give them the same "
+            f"one, or use source=0\n{held}"
+        )
+
+
+def _fingerprint(stream: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> str:
+    digest = hashlib.blake2b(repr(list(lengths)).encode(), digest_size=12)
+    for name, tensor in stream.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _broadcast(
+    context: ParallelContext, stream: dict[str, torch.Tensor], lengths: list[int], source: int
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return the batch of the replica's rank at position `source` on all its ranks."""
+    group = context.routes.group
+    if group is None:
+        return stream, lengths
+    content = [{name: tensor.cpu() for name, tensor in stream.items()}, lengths]
+    dist.broadcast_object_list(content, group=group, group_src=source, device=context.device)
+    received: tuple[dict[str, torch.Tensor], list[int]] = (dict(content[0]), list(content[1]))
+    return received
+
+
+# -------------------------------------------------------------------- rows
+
+
+def _shifted(labels: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return for each token the label of the next one in its document, -100 for the last."""
+    shifted = labels.new_full(labels.shape, IGNORED_LABEL)
+    if labels.shape[0]:
+        shifted[:-1] = labels[1:]
+        last = torch.tensor([stop - 1 for stop in accumulate(lengths)], device=labels.device)
+        shifted[last[torch.tensor(lengths, device=labels.device) > 0]] = IGNORED_LABEL
+    return shifted
+
+
+def _rows(segments: Sequence[Segment], lengths: Sequence[int]) -> torch.Tensor:
+    """Return the rows of the global stream that the segments name, [T] int64."""
+    starts = [0, *accumulate(lengths)]
+    return _joined((starts[s.document] + s.start, starts[s.document] + s.stop) for s in segments)
+
+
+def _positions(segments: Sequence[Segment]) -> torch.Tensor:
+    return _joined((s.start, s.stop) for s in segments)
+
+
+def _joined(ranges: Iterator[tuple[int, int]]) -> torch.Tensor:
+    parts = [torch.arange(start, stop) for start, stop in ranges]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)

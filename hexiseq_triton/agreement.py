@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -78,7 +79,8 @@ class Agreement:
 
     def post_fault(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""
-        self._store.compare_set(_FAULT, "", message)
+        with suppress(RuntimeError):  # the store may have died with its rank
+            self._store.compare_set(_FAULT, "", message)
 
     def fault(self, patience: timedelta) -> str | None:
         """Return what the first failing rank said; wait up to `patience` for it."""

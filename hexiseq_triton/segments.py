@@ -137,7 +137,7 @@ def visible_rows(
 ) -> list[RowRange]:
     """Return the row ranges of `kv_segments` that at least one query of `q_segments` sees."""
     wanted: dict[int, list[RowRange]] = defaultdict(list)
-    for segment in q_segments:
+    for segment in merge(q_segments):
         wanted[segment.document].append(mask.keys_of(segment.start, segment.stop))
     unions = {document: union(ranges) for document, ranges in wanted.items()}
 
@@ -174,9 +174,7 @@ def union(ranges: Iterable[RowRange]) -> list[RowRange]:
     return joined
 
 
-def visible_pairs(
-    q_segments: Sequence[Segment], kv_segments: Sequence[Segment], mask: Mask
-) -> int:
+def visible_pairs(q_segments: Sequence[Segment], kv_segments: Sequence[Segment], mask: Mask) -> int:
     """Return how many (query, key) pairs the mask lets through: the work of attention."""
     keys = rows_by_document(kv_segments)
     return sum(

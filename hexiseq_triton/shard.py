@@ -93,7 +93,10 @@ def shard(
     rows = _rows(layout.segments, lengths)
     bounds = [0, *accumulate(segment.num_tokens for segment in layout.segments)]
     return LocalBatch(
-        {name: tensor[rows.to(tensor.device)].to(context.device) for name, tensor in stream.items()},
+        {
+            name: tensor[rows.to(tensor.device)].to(context.device)
+            for name, tensor in stream.items()
+        },
         _positions(layout.segments).to(context.device),
         torch.tensor(bounds, dtype=torch.int32, device=context.device),
         layout,
@@ -144,26 +147,24 @@ def _as_stream(
     """Return the tensors as [T, ...] and the document lengths."""
     if not batch:
         raise InputError("the batch is empty; pass at least one tensor, or source=")
-    first = next(iter(batch.values()))
+    first = min(batch.values(), key=torch.Tensor.dim)  # token ids say what is a row
     if cu_seqlens is None:
-        dims = 2 if first.dim() > 1 else 1
-        lengths = [first.shape[-1]] * first.shape[0] if dims == 2 else [first.shape[0]]
+        dims = min(first.dim(), 2)
+        lengths = [first.shape[dims - 1]] * (first.shape[0] if dims == 2 else 1)
     else:
         lengths = _lengths(cu_seqlens)
-        dims = 1 if first.shape[:1] == (sum(lengths),) else 2
+        dims = 1 if first.dim() == 1 or first.shape[0] == sum(lengths) else 2
     stream = {}
     for name, tensor in batch.items():
         if tensor.dim() < dims or tensor.shape[:dims] != first.shape[:dims]:
             raise InputError(
                 f"{name} has shape {tuple(tensor.shape)}; all tensors must begin with "
-                f"{tuple(first.shape[:dims])}"
+                f"{tuple(first.shape[:dims])}, the tokens (pass cu_seqlens for a packed stream)"
             )
         stream[name] = tensor.flatten(0, dims - 1)
-    if stream and next(iter(stream.values())).shape[0] != sum(lengths):
-        raise InputError(
-            f"cu_seqlens ends at {sum(lengths)}; the batch has "
-            f"{next(iter(stream.values())).shape[0]} tokens"
-        )
+    total = next(iter(stream.values())).shape[0]
+    if total != sum(lengths):
+        raise InputError(f"cu_seqlens ends at {sum(lengths)}; the batch has {total} tokens")
     return stream, lengths
 
 

@@ -5,8 +5,8 @@ the back, all groups nested in the same order. A token at position p costs p + 1
 N - p, so for even L_g the work of g is exactly L_g (N + 1) / 2, for any widths. The one token over
 of each odd group comes from the middle, where every token costs about (N + 1) / 2.
 
-Packed documents: work no longer grows linearly along the stream. The stream is cut into chunks of
-at most `N / (16 G)` tokens, and the chunk with most work per token goes to the group whose open
+Packed documents: work no longer grows linearly along the stream. Documents are cut into chunks, 16
+or more to the smallest group, and the chunk with most work per token goes to the group whose open
 work per open token is highest, until every group has its tokens exactly. Documents shorter than a
 chunk stay in one group where the counts allow it.
 """
@@ -29,7 +29,8 @@ from hexiseq_triton.segments import (
     whole_documents,
 )
 
-_CHUNKS_PER_GROUP = 16
+_CHUNKS_PER_GROUP = 16  # of the smallest group: its work is then met to about 1%
+_MOST_CHUNKS = 2048
 _LEAST_CHUNK = 16
 
 
@@ -109,7 +110,8 @@ def _dealt_in_chunks(
     documents: Sequence[Segment], group_tokens: Sequence[int], mask: Mask
 ) -> list[list[Segment]]:
     total = sum(group_tokens)
-    size = max(_LEAST_CHUNK, total // (_CHUNKS_PER_GROUP * len(group_tokens)))
+    smallest = min(tokens for tokens in group_tokens if tokens)
+    size = max(_LEAST_CHUNK, smallest // _CHUNKS_PER_GROUP, total // _MOST_CHUNKS)
     open_tokens = list(group_tokens)
     work_per_token = Fraction(sum(_work(d, d.stop, mask) for d in documents), total)
     open_work = [work_per_token * tokens for tokens in group_tokens]

@@ -277,12 +277,6 @@ class Plan:
             raise PlanError(f"ranks {outside} lie outside a world of {self.world_size}")
 
     def _validate_replica(self, index: int, replica: ReplicaPlan) -> None:
-        expected = replica.sequences * self.seq_len
-        if replica.sequences < 1 or replica.tokens != expected:
-            raise PlanError(
-                f"replica {index} holds {replica.tokens} tokens; {replica.sequences} sequences of "
-                f"{self.seq_len} are {expected}"
-            )
         for g, group in enumerate(replica.groups):
             where = f"replica {index}, group {g}"
             if not group.ranks:
@@ -296,6 +290,12 @@ class Plan:
                     f"{where} holds query heads {held}; together they must be "
                     f"[0, {self.num_heads}) with every head once"
                 )
+        expected = replica.sequences * self.seq_len
+        if replica.sequences < 1 or replica.tokens != expected:
+            raise PlanError(
+                f"replica {index} holds {replica.tokens} tokens; {replica.sequences} sequences of "
+                f"{self.seq_len} are {expected}"
+            )
 
     def _validate_share(self, where: str, share: RankShare) -> None:
         if share.tokens < 0:
@@ -317,13 +317,13 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan's file: sorted keys, floats at 9 digits, a digest of the content."""
-        content = _rounded(asdict(self))  # type: ignore[call-overload]
+        content = _rounded(asdict(self))
         return json.dumps(content | {"digest": _digest(content)}, sort_keys=True, indent=1) + "\n"
 
     @property
     def digest(self) -> str:
         """A hash of the whole content; equal plans have equal digests."""
-        return _digest(_rounded(asdict(self)))  # type: ignore[call-overload]
+        return _digest(_rounded(asdict(self)))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json(), encoding="utf-8")

@@ -1,0 +1,246 @@
+"""Nothing hangs: every rank ends with a clear error, and with the same one where all can see it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import planned, random_qkv
+from pool import TIMEOUT, Outcome, Pool
+
+from hexiseq_triton.attention import hexiseq_attention
+from hexiseq_triton.context import init
+from hexiseq_triton.devices import DeviceReport
+from hexiseq_triton.planner import Plan, Split
+
+FIVE = Plan.from_splits([Split((20, 12, 8), (3, 3, 2)), Split((24, 16), (4, 4))], num_kv_heads=2)
+THREE = Plan.from_splits([Split((20, 12), (3, 5)), Split((8,), (8,))], num_kv_heads=2)
+SHORT = timedelta(seconds=8)
+
+
+def open_plan(rank: int, plans: Sequence[Any], options: dict[str, Any]) -> None:
+    """Worker: bind this rank's plan."""
+    init(plans[rank], device="cpu", timeout=TIMEOUT, **options).close()
+
+
+def same_error(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """Return the kind and text of the error that every rank raised."""
+    found = {(outcome.kind, outcome.error) for outcome in outcomes}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def test_ranks_with_different_plans_raise_the_same_error(pool: Pool) -> None:
+    other = Plan.from_splits(
+        [Split((20, 12, 8), (3, 2, 3)), Split((24, 16), (4, 4))], num_kv_heads=2
+    )
+    kind, text = same_error(pool.outcomes(open_plan, [FIVE, FIVE, other, FIVE, FIVE], {}))
+    assert kind == "PlanError"
+    assert "ranks hold different plans" in text
+
+
+def test_a_plan_for_another_world_raises_on_every_rank(pool: Pool) -> None:
+    kind, text = same_error(pool.outcomes(open_plan, [THREE] * 5, {}))
+    assert kind == "PlanError"
+    assert "the plan is for 3 ranks; 5 processes run" in text
+
+
+def test_a_file_edited_on_one_rank_raises_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    FIVE.save(good)
+    bad.write_text(FIVE.to_json().replace('"tokens": 12', '"tokens": 13'))
+    kind, text = same_error(pool.outcomes(open_plan, [good, good, bad, good, good], {}))
+    assert kind == "PlanError"
+    assert text.startswith(f"rank 2 failed: {bad}: was edited")
+
+
+def test_a_plan_that_contradicts_itself_raises_on_every_rank(pool: Pool) -> None:
+    from dataclasses import replace
+
+    broken = replace(FIVE, seq_len=99)
+    kind, text = same_error(pool.outcomes(open_plan, [broken] * 5, {}))
+    assert kind == "PlanError"
+    assert "replica 0 holds 80 tokens; 1 sequences of 99 are 99" in text
+
+
+def open_on_devices(rank: int, plan: Plan, reports: Sequence[DeviceReport], remap: bool) -> int:
+    """Worker: bind the plan as if this process had a given device; return the plan's rank."""
+    from unittest import mock
+
+    with (
+        mock.patch("hexiseq_triton.context.describe_device", lambda _: reports[rank]),
+        init(plan, device="cpu", timeout=TIMEOUT, remap=remap) as context,
+    ):
+        tensors = random_qkv(plan, 80, 4, seed=0)
+        planned(context, tensors, [80], causal=True)  # the groups follow the permutation
+        return context.rank
+
+
+def on_gpus(gpus: Sequence[str]) -> Plan:
+    """Return FIVE with GPU models, two nodes of 3 and 2 ranks."""
+    from dataclasses import replace
+
+    groups = []
+    for node, group in zip("ab", FIVE.replicas[0].groups, strict=True):
+        shares = tuple(
+            replace(share, gpu=gpus[share.rank], node=node, memory_limit_bytes=10**9)
+            for share in group.ranks
+        )
+        groups.append(replace(group, ranks=shares))
+    names = {"fast": ("Fast 80GB",), "slow": ("Slow 40GB",)}
+    return replace(
+        FIVE,
+        replicas=(replace(FIVE.replicas[0], groups=tuple(groups)),),
+        device_names=names,
+    )
+
+
+PLANNED = on_gpus(["fast", "slow", "slow", "fast", "fast"])
+FAST, SLOW = "Fast 80GB HBM", "Slow 40GB PCIe"
+SHUFFLED = [
+    DeviceReport("x", FAST, 2 * 10**9),
+    DeviceReport("x", FAST, 2 * 10**9),
+    DeviceReport("y", SLOW, 2 * 10**9),
+    DeviceReport("y", SLOW, 2 * 10**9),
+    DeviceReport("y", FAST, 2 * 10**9),
+]
+
+
+def test_devices_that_are_not_the_plans_raise_with_both_tables(pool: Pool) -> None:
+    kind, text = same_error(pool.outcomes(open_on_devices, PLANNED, SHUFFLED, False))
+    assert kind == "PlanError"
+    assert "rank 1: slow on node a, 0.9 GiB needed" in text
+    assert "process 1: Fast 80GB HBM on host x, 1.9 GiB" in text
+    assert "remap=True" in text
+
+
+def test_remap_runs_each_rank_on_a_device_of_its_model(pool: Pool) -> None:
+    # node a (fast, slow, slow) runs on host y, node b on host x
+    assert pool.run(open_on_devices, PLANNED, SHUFFLED, True) == [3, 4, 1, 2, 0]
+
+
+def test_remap_refuses_devices_that_fit_in_no_order(pool: Pool) -> None:
+    poor = [*SHUFFLED[:4], DeviceReport("y", FAST, 10**8)]
+    kind, text = same_error(pool.outcomes(open_on_devices, PLANNED, poor, True))
+    assert kind == "PlanError"
+    assert "no order of the processes fits" in text
+
+
+def two_contexts(rank: int) -> float:
+    """Worker: interleave attention under two plans of different head counts."""
+    other = Plan.from_splits([Split((30,), (3,)), Split((10, 5, 20, 15), (1, 1, 0, 1))])
+    worst = 0.0
+    from equality import dense
+
+    with (
+        init(FIVE, device="cpu", timeout=TIMEOUT) as a,
+        init(other, device="cpu", timeout=TIMEOUT) as b,
+    ):
+        for turn in range(3):
+            for context, lengths in ((a, [80]), (b, [33, 47])):
+                tensors = random_qkv(context.plan, 80, 4, seed=turn)
+                found = planned(context, tensors, lengths, causal=True)
+                expected = dense(tensors, lengths, causal=True)
+                for x, y in zip(found, expected, strict=True):
+                    worst = max(worst, float((x - y).abs().max()))
+    return worst
+
+
+def test_two_contexts_interleave_in_one_process(pool: Pool) -> None:
+    assert max(pool.run(two_contexts)) <= 1e-10
+
+
+# -------------------------------------------------------------------- faults in mid-run
+
+
+def one_rank_errs(rank: int, how: str) -> None:
+    """Worker: a good call, then one in which rank 1 does something else; report the seconds."""
+    context = init(THREE, device="cpu", timeout=SHORT)
+    tensors = random_qkv(THREE, 40, 4, seed=0)
+    planned(context, tensors, [40], causal=True)
+    batch = context.shard(tensors, cu_seqlens=torch.tensor([0, 40]))
+    q, k, v = (batch[name] for name in "qkv")
+    began = time.monotonic()
+    try:
+        if rank == 1 and how == "dtype":
+            q, k, v = q.float(), k.float(), v.float()
+        if rank == 1 and how == "shape":
+            q = q[:-1]
+        if rank == 1 and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        hexiseq_attention(q, k, v, context, batch.layout, causal=True)
+    except Exception as error:
+        again = None
+        try:
+            context.shard(tensors)
+        except Exception as later:
+            again = str(later)
+        raise type(error)(f"{time.monotonic() - began:.1f}|{error}|{again}") from error
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("dtype", "rank 1: InputError: attention got torch.float32 with head_dim 4 on rank 1"),
+        ("shape", "rank 1: InputError: q has shape (11, 8, 4) on rank 1"),
+    ],
+)
+def test_a_fault_on_one_rank_ends_the_others_with_its_message(
+    fresh_pool: Pool, how: str, says: str
+) -> None:
+    outcomes = fresh_pool.outcomes(one_rank_errs, how)
+    seconds = [float(outcome.error.split("|")[0]) for outcome in outcomes]
+    assert [outcome.kind for outcome in outcomes] == ["PeerError", "InputError", "PeerError"]
+    assert seconds[1] < 3.0  # at once
+    assert max(seconds) < SHORT.total_seconds() + 10
+    for rank in (0, 2):
+        assert outcomes[rank].error.split("|")[1].startswith(says)
+    for outcome in outcomes:  # and the context stays closed
+        assert "this context failed before: rank 1: InputError" in outcome.error.split("|")[2]
+
+
+def test_killing_a_rank_ends_the_others(fresh_pool: Pool) -> None:
+    outcomes = fresh_pool.outcomes(one_rank_errs, "killed")
+    assert [outcome.kind for outcome in outcomes] == ["PeerError", "Died", "PeerError"]
+    for rank in (0, 2):
+        seconds, text, _ = outcomes[rank].error.split("|")
+        assert float(seconds) < SHORT.total_seconds() + 10
+        assert "failed" in text
+
+
+def late(rank: int) -> None:
+    """Worker: rank 2 never comes to `init`."""
+    if rank != 2:
+        init(THREE, device="cpu", timeout=timedelta(seconds=2))
+
+
+def test_a_rank_that_does_not_come_is_named(fresh_pool: Pool) -> None:
+    outcomes = fresh_pool.outcomes(late)
+    for rank in (0, 1):
+        assert outcomes[rank].kind == "PeerError"
+        assert "ranks [2] did not reach 'init' within 2 s" in outcomes[rank].error
+
+
+def different_calls(rank: int, how: str) -> None:
+    """Worker: ranks call attention with different options from the start."""
+    with init(FIVE, device="cpu", timeout=TIMEOUT) as context:
+        batch = context.shard(random_qkv(FIVE, 80, 4, seed=0), cu_seqlens=torch.tensor([0, 80]))
+        q, k, v = (batch[name] for name in "qkv")
+        if how == "dtype" and rank == 3:
+            q, k, v = q.float(), k.float(), v.float()
+        window = (4, 0) if how == "window" and rank == 3 else (-1, -1)
+        hexiseq_attention(q, k, v, context, batch.layout, causal=True, window_size=window)
+
+
+@pytest.mark.parametrize("how", ["dtype", "window"])
+def test_ranks_that_call_attention_differently_agree_that_they_do(pool: Pool, how: str) -> None:
+    kind, text = same_error(pool.outcomes(different_calls, how))
+    assert kind == "InputError"
+    assert text.startswith("ranks call attention differently\n  rank 0: ")

@@ -1,0 +1,128 @@
+"""Model shapes: presets, Hugging Face configurations, YAML, and workloads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner.files import build
+from hexiseq_triton.planner.models import ModelSpec, presets
+from hexiseq_triton.planner.workload import Workload
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+
+
+def config_file(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("3b", 2.6),
+        ("7b", 6.6),
+        ("13b", 12.8),
+        ("30b", 32.2),
+        ("70b", 64.8),
+        ("llama3-8b", 8.0),
+        ("llama3-70b", 70.6),
+        ("qwen3-style", 4.0),
+    ],
+)
+def test_presets_have_the_parameters_of_their_name(name: str, billions: float) -> None:
+    assert ModelSpec.load(name).parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_parameters_of_a_small_model_by_hand() -> None:
+    model = ModelSpec(layers=2, hidden=8, heads=4, kv_heads=2, ffn=16, vocab=10)
+
+    attention = 8 * 8 + 2 * 8 * 4 + 8 * 8
+    assert model.layer_matrix_parameters == attention + 3 * 8 * 16
+    assert model.parameters == 2 * (attention + 3 * 8 * 16 + 2 * 8) + 2 * 10 * 8 + 8
+
+
+def test_qwen_style_heads_are_wider_than_hidden() -> None:
+    model = ModelSpec.load("qwen3-style")
+
+    assert model.heads * model.head_dim > model.hidden
+
+
+def test_hugging_face_llama_equals_the_preset(tmp_path: Path) -> None:
+    assert ModelSpec.load(config_file(tmp_path, LLAMA)) == ModelSpec.load("llama3-8b")
+
+
+def test_hugging_face_text_config_is_found(tmp_path: Path) -> None:
+    wrapped = {"model_type": "some_vision_model", "text_config": LLAMA}
+
+    assert ModelSpec.load(config_file(tmp_path, wrapped)) == ModelSpec.load("llama3-8b")
+
+
+def test_hugging_face_gpt2_has_a_plain_mlp_of_four_times_hidden(tmp_path: Path) -> None:
+    model = ModelSpec.load(config_file(tmp_path, GPT2))
+
+    assert (model.gated, model.ffn, model.kv_heads, model.head_dim) == (False, 3072, 12, 64)
+
+
+def test_yaml_file_of_the_fields_loads(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{layers: 2, hidden: 64, heads: 4, ffn: 128, vocab: 99}", encoding="utf-8")
+
+    assert ModelSpec.load(path) == ModelSpec(layers=2, hidden=64, heads=4, ffn=128, vocab=99)
+
+
+def test_unknown_preset_names_those_near_it() -> None:
+    with pytest.raises(ConfigError, match=r"'llama-8b'; presets near it: llama3-8b"):
+        ModelSpec.load("llama-8b")
+
+
+@pytest.mark.parametrize(
+    ("change", "needle"),
+    [
+        ({"num_attention_heads": 30}, "30 query heads do not divide by 8 KV heads"),
+        ({"hidden_size": None}, "hidden_size or n_embd is missing"),
+        ({"vocab_size": -5}, "vocab is -5"),
+    ],
+)
+def test_wrong_configurations_name_the_field(
+    tmp_path: Path, change: dict[str, Any], needle: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelSpec.load(config_file(tmp_path, LLAMA | change))
+
+    assert needle in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_presets_hold_the_shapes_of_the_papers() -> None:
+    shapes = {name: (m.layers, m.hidden, m.heads) for name, m in presets().items()}
+
+    assert shapes["30b"] == (60, 6656, 52)
+    assert shapes["70b"] == (80, 8192, 64)
+
+
+def test_a_pass_holds_one_sequence_unless_told_otherwise() -> None:
+    assert (Workload(100).accumulation, Workload(100).sequences) == (8, 1)
+    packed = Workload(100, global_batch=6, accumulation=2)
+    assert (packed.sequences, packed.stream_tokens) == (3, 300)
+
+
+def test_passes_must_be_alike() -> None:
+    with pytest.raises(ConfigError, match="global_batch 8 does not divide by accumulation 3"):
+        build(Workload, {"seq_len": 10, "accumulation": 3}, "workload")

@@ -1,0 +1,163 @@
+"""Shards: shifted labels, positions per document, the exact batch back, the same batch everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import TIMEOUT, Pool
+
+from hexiseq_triton.context import init
+from hexiseq_triton.planner import Plan, Split
+
+PLAN = Plan.from_splits(
+    [Split((9, 0, 5), (3, 3, 2)), Split((10,), (8,))], num_kv_heads=2, world_size=5
+)
+LENGTHS = [5, 0, 1, 13, 5]
+IDS = torch.arange(100, 124)
+LABELS = torch.arange(100, 124)
+
+
+def shard_and_back(rank: int) -> dict[str, Any]:
+    """Worker: shard a packed batch; return the local tensors and the global ones made from them."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+        batch = context.shard({"input_ids": IDS, "labels": LABELS}, cu_seqlens=cu_seqlens)
+        layout = batch.layout
+        return {
+            "local": batch["input_ids"],
+            "cu_seqlens": batch.cu_seqlens,
+            "num_segments": len(layout.segments),
+            "ids": context.unshard(batch["input_ids"], layout),
+            "labels": context.unshard(batch["labels"], layout),
+            "positions": context.unshard(batch.position_ids, layout),
+            "features": context.unshard(batch["input_ids"][:, None] * torch.ones(3), layout),
+        }
+
+
+def test_a_batch_comes_back_exactly(pool: Pool) -> None:
+    found = pool.run(shard_and_back)
+    assert [len(f["local"]) for f in found] == [9, 0, 5, 10, 0]
+    for result in found[:4]:
+        assert torch.equal(result["ids"], IDS)
+        assert torch.equal(result["features"], IDS[:, None] * torch.ones(3))
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])
+        assert torch.equal(result["positions"], positions)
+        assert result["cu_seqlens"].dtype == torch.int32
+        assert result["cu_seqlens"][-1] == len(result["local"])
+        assert len(result["cu_seqlens"]) == result["num_segments"] + 1
+    assert len(found[4]["ids"]) == 0  # the idle rank
+
+
+def test_labels_are_shifted_before_the_cut_and_never_across_documents(pool: Pool) -> None:
+    expected = []
+    start = 0
+    for length in LENGTHS:
+        document = LABELS[start : start + length].tolist()
+        expected += [*document[1:], -100] if document else []
+        start += length
+    assert pool.run(shard_and_back)[0]["labels"].tolist() == expected
+
+
+def shard_rows_of_a_batch(rank: int) -> list[int]:
+    """Worker: a [B, S] batch is B documents."""
+    plan = Plan.from_splits([Split((4, 4), (1, 1)), Split((4,), (2,))], world_size=5)
+    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+        ids = torch.arange(12).view(3, 4)
+        batch = context.shard({"input_ids": ids, "labels": ids})
+        labels: list[int] = context.unshard(batch["labels"], batch.layout).tolist()
+        return labels
+
+
+def test_each_row_of_a_batch_is_a_document(pool: Pool) -> None:
+    found = pool.run(shard_rows_of_a_batch)
+    assert found[0] == [1, 2, 3, -100, 5, 6, 7, -100, 9, 10, 11, -100]
+
+
+def shard_from_source(rank: int, source: int) -> list[int]:
+    """Worker: only the source rank has the batch."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        has_it = rank == source
+        batch = context.shard(
+            {"input_ids": IDS} if has_it else None,
+            cu_seqlens=torch.tensor([0, 11, 24]) if has_it else None,
+            source=source if rank < 4 else None,
+        ) if rank < 4 else None  # fmt: skip
+        if batch is None:
+            return []
+        ids: list[int] = context.unshard(batch["input_ids"], batch.layout).tolist()
+        return ids
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_one_rank_can_give_the_batch_to_all(pool: Pool, source: int) -> None:
+    assert pool.run(shard_from_source, source)[:4] == [IDS.tolist()] * 4
+
+
+def shard_differently(rank: int, how: str) -> None:
+    """Worker: rank 1 comes with another batch."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        ids, cu_seqlens = IDS.clone(), torch.tensor([0, 24])
+        if rank == 1 and how == "ids":
+            ids[7] += 1
+        if rank == 1 and how == "documents":
+            cu_seqlens = torch.tensor([0, 12, 24])
+        if rank == 1 and how == "malformed":
+            cu_seqlens = torch.tensor([0, 25])
+        context.shard({"input_ids": ids}, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("ids", "the ranks of replica 0 hold different batches"),
+        ("documents", "the ranks of replica 0 hold different batches"),
+        ("malformed", "rank 1: source=None failed: cu_seqlens ends at 25; the batch has 24 tokens"),
+    ],
+)
+def test_different_batches_raise_the_same_error_on_every_rank(
+    pool: Pool, how: str, says: str
+) -> None:
+    outcomes = pool.outcomes(shard_differently, how)[:4]
+    assert {outcome.kind for outcome in outcomes} == {"InputError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error.startswith(says)
+
+
+BAD_BATCHES: dict[str, tuple[dict[str, torch.Tensor], torch.Tensor | None]] = {
+    "the batch is empty": ({}, None),
+    r"labels has shape \(3,\)": ({"input_ids": torch.zeros(4), "labels": torch.zeros(3)}, None),
+    "must begin with 0 and never fall": ({"x": torch.zeros(4)}, torch.tensor([0, 3, 2, 4])),
+    "cu_seqlens is torch.float32": ({"x": torch.zeros(4)}, torch.tensor([0.0, 4.0])),
+}
+
+
+@pytest.mark.parametrize("message", BAD_BATCHES)
+def test_a_malformed_batch_is_named(message: str) -> None:
+    from hexiseq_triton.errors import InputError
+    from hexiseq_triton.shard import _as_stream
+
+    with pytest.raises(InputError, match=message):
+        _as_stream(*BAD_BATCHES[message])
+
+
+def unshard_wrongly(rank: int) -> list[str]:
+    """Worker: return what two wrong calls say."""
+    said = []
+    for bad in (torch.zeros(3), torch.zeros(24, requires_grad=True)):
+        with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+            batch = context.shard({"input_ids": IDS}, cu_seqlens=torch.tensor([0, 24]))
+            try:
+                context.unshard(bad, batch.layout)
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_unshard_refuses_what_it_cannot_do(pool: Pool) -> None:
+    first = pool.run(unshard_wrongly)[0]
+    assert first == [
+        "local has shape (3,); rank 0 holds 9 rows",
+        "unshard carries no gradient; pass local.detach()",
+    ]

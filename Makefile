@@ -1,0 +1,49 @@
+# The only commands to know. `make test` and `make demo` set up .venv themselves.
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+# Without an NVIDIA GPU: the pinned builds that CI runs. With one, torch brings its own Triton.
+CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-c constraints-cpu.txt)
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install format lint types test test-installed test-gpu bench demo check
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml setup.cfg constraints-cpu.txt
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install -q $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+format: install
+	$(PYTHON) -m ruff check --fix-only .
+	$(PYTHON) -m ruff format .
+
+lint: install
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+# mypy reads folders, not setuptools' map of them: check an installed copy
+types: install
+	rm -rf build/types
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target build/types .
+	cd build/types && $(abspath $(PYTHON)) -m mypy --config-file ../../pyproject.toml
+
+test: install
+	$(PYTHON) -m pytest tests
+
+# the same tests on a regular, not editable, installation; the editable one comes back afterwards
+test-installed: install
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --force-reinstall .
+	$(PYTHON) -m pytest tests; status=$$?; \
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && exit $$status
+
+test-gpu: install
+	$(PYTHON) -m pytest tests -m "gpu or multigpu"
+
+bench: install
+	$(PYTHON) -m pytest bench
+
+demo: install
+	$(VENV)/bin/hexiseq demo
+
+check: lint types test

@@ -24,7 +24,7 @@ lint: install
 
 # mypy reads folders, not setuptools' map of them: check an installed copy
 types: install
-	rm -rf build/types
+	rm -rf build
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target build/types .
 	cd build/types && $(abspath $(PYTHON)) -m mypy --config-file ../../pyproject.toml
 
@@ -33,6 +33,7 @@ test: install
 
 # the same tests on a regular, not editable, installation; the editable one comes back afterwards
 test-installed: install
+	rm -rf build
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --force-reinstall .
 	$(PYTHON) -m pytest tests; status=$$?; \
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && exit $$status

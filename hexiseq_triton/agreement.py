@@ -75,7 +75,7 @@ class Agreement:
             self._store.wait([key], timeout)
         except RuntimeError:  # DistStoreError, by backend
             return None
-        return self._store.get(key).decode()
+        return bytes(self._store.get(key)).decode()
 
     def post_fault(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""

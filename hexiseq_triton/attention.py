@@ -61,7 +61,9 @@ def hexiseq_attention(
     """
     with context.guard():
         if dropout_p:
-            raise InputError(f"dropout_p is {dropout_p}; attention dropout is not supported: use 0.0")
+            raise InputError(
+                f"dropout_p is {dropout_p}; attention dropout is not supported: use 0.0"
+            )
         if alibi_slopes is not None:
             raise InputError("alibi_slopes is given; ALiBi is not supported: leave it out")
         if softcap < 0.0:
@@ -78,7 +80,9 @@ def hexiseq_attention(
     if rope is not None:
         with context.guard():
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    out: torch.Tensor = _Attention.apply(q, k, v, context, layout, options)
+    out: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, context, layout, options
+    )
     return out.reshape(shape)
 
 

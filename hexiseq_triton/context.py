@@ -1,4 +1,4 @@
-"""A plan bound to live process groups. Passed as an argument; any number can live in one process."""
+"""A plan bound to live process groups: passed as an argument, any number in one process."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class ParallelContext:
         return Channel(group, self.rank, self._world_ranks) if group is not None else None
 
     def _group(self, world_ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
-        group = dist.new_group(world_ranks, timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(world_ranks, timeout=timeout)
         if dist.get_rank() not in world_ranks:
             return None
         # a point-to-point call may not be the first use of a communicator

@@ -1,11 +1,11 @@
 """The errors a user can meet.
 
-    HexiSeqError(ValueError)
-    ├── ConfigError        a file or an argument is wrong: which field, its value, what fits
-    ├── PlanError          a plan contradicts itself, its file, or the processes that should run it
-    ├── InfeasibleError    no plan exists: the binding constraint
-    ├── InputError         tensors or lengths that don't fit the plan or the layout
-    └── PeerError          another rank failed or stopped answering
+HexiSeqError(ValueError)
+├── ConfigError        a file or an argument is wrong: which field, its value, what fits
+├── PlanError          a plan contradicts itself, its file, or the processes that should run it
+├── InfeasibleError    no plan exists: the binding constraint
+├── InputError         tensors or lengths that don't fit the plan or the layout
+└── PeerError          another rank failed or stopped answering
 """
 
 

@@ -89,7 +89,11 @@ def dkv_to_tokens(channel: Channel, layout: BatchLayout, dkv: KV, total: torch.T
         for part in dkv.values()
     ]
     blocks = [
-        (share.rank, interval, total.new_empty(*total.shape[:2], interval[1] - interval[0], total.shape[-1]))
+        (
+            share.rank,
+            interval,
+            total.new_empty(*total.shape[:2], interval[1] - interval[0], total.shape[-1]),
+        )
         for share in layout.shares
         for interval in layout.intervals(share)
     ]

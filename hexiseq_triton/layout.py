@@ -1,4 +1,4 @@
-"""One batch over the plan's ranks: who holds which segments, and which transfers attention needs."""
+"""One batch over the plan's ranks: who holds which segments, which transfers attention needs."""
 
 from __future__ import annotations
 

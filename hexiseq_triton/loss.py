@@ -44,7 +44,9 @@ def token_mean(
         raise InputError(f"loss_sum has shape {tuple(loss_sum.shape)}; pass the sum, a scalar")
     if grad_average < 1:
         raise InputError(f"grad_average is {grad_average}; it must be 1 or more")
-    mean: torch.Tensor = _TokenMean.apply(loss_sum, num_tokens, grad_average, group)
+    mean: torch.Tensor = _TokenMean.apply(  # type: ignore[no-untyped-call]
+        loss_sum, num_tokens, grad_average, group
+    )
     return mean
 
 

@@ -155,7 +155,9 @@ class Ring:
         if step.departure:
             kv = self._kv[step.departure.kv_heads]
             pieces = [kv[slice(*rows)] for rows in step.departure.rows]
-            sends = [(step.departure.receiver, pieces[0] if len(pieces) == 1 else torch.cat(pieces))]
+            sends = [
+                (step.departure.receiver, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+            ]
         if step.arrival:
             heads = step.arrival.kv_heads
             arrived = self._like.new_empty(

@@ -27,7 +27,11 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """
     half = x.shape[-1] // 2
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.dim() != 2 or table.shape[0] != x.shape[0] or table.shape[1] not in (half, 2 * half):
+        if (
+            table.dim() != 2
+            or table.shape[0] != x.shape[0]
+            or table.shape[1] not in (half, 2 * half)
+        ):
             raise InputError(
                 f"rope's {name} has shape {tuple(table.shape)}; it must be ({x.shape[0]}, {half}) "
                 f"or ({x.shape[0]}, {2 * half})"

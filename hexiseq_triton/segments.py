@@ -99,7 +99,8 @@ def cut(segments: Iterable[Segment], sizes: Sequence[int]) -> list[list[Segment]
             current = current._replace(start=current.start + taken)
             size -= taken
         runs.append(merge(run))
-    assert not (current and current.num_tokens) and not num_tokens(rest), "sizes do not add up"
+    left = num_tokens(rest) + (current.num_tokens if current else 0)
+    assert left == 0, "sizes do not add up"
     return runs
 
 

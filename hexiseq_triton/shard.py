@@ -75,7 +75,9 @@ def shard(
         InputError: the same on all ranks of the replica, if the batch is malformed on any of them
             or differs between them.
     """
-    problem, stream, lengths = None, {}, []
+    problem: str | None = None
+    stream: dict[str, torch.Tensor] = {}
+    lengths: list[int] = []
     if source is None or context.replica_ranks.index(context.rank) == source:
         try:
             stream, lengths = _as_stream(batch, cu_seqlens)
@@ -219,10 +221,9 @@ def _broadcast(
     group = context.routes.group
     if group is None:
         return stream, lengths
-    content = [{name: tensor.cpu() for name, tensor in stream.items()}, lengths]
+    content = [({name: tensor.cpu() for name, tensor in stream.items()}, lengths)]
     dist.broadcast_object_list(content, group=group, group_src=source, device=context.device)
-    received: tuple[dict[str, torch.Tensor], list[int]] = (dict(content[0]), list(content[1]))
-    return received
+    return content[0]
 
 
 # -------------------------------------------------------------------- rows

@@ -71,7 +71,8 @@ def transfers(
         chunk_tokens: most rows in one transfer.
     """
     intervals = atomic_intervals(replica)
-    needed = []  # (need time, receiver, sender, transfer without its round)
+    # (need time, receiver, sender, serial number, transfer without its round)
+    needed: list[tuple[float, int, int, int, Transfer]] = []
     for g, group in enumerate(replica.groups):
         rows_from = _rows_needed(g, group_segments, mask, chunk_tokens)
         for position, share in enumerate(group.ranks):

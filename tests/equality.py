@@ -63,6 +63,11 @@ def dense(
     return [o.detach(), *grads]
 
 
+def this_device(kind: str, rank: int) -> str:
+    """Return the device of a worker: GPU r for rank r, or the CPU."""
+    return f"cuda:{rank}" if kind == "cuda" else kind
+
+
 def largest_errors(
     rank: int,
     plan: Plan,
@@ -70,6 +75,7 @@ def largest_errors(
     head_dim: int,
     options: dict[str, Any],
     seed: int,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Worker: return the largest absolute error of o, dq, dk, dv; {} on an idle rank.
 
@@ -77,7 +83,7 @@ def largest_errors(
     """
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
-    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+    with init(plan, device=this_device(device, rank), timeout=TIMEOUT) as context:
         replica = context.replica or 0
         lengths = lengths_of_replica[replica]
         tensors = random_qkv(plan, sum(lengths), head_dim, seed + replica)

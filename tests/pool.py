@@ -1,4 +1,4 @@
-"""A pool of processes in one gloo world, kept for a whole test session.
+"""A pool of processes in one world, kept for a whole test session.
 
 `Pool.run(worker, *args)` calls a module-level function once per rank, as `worker(rank, *args)`, and
 returns the results in rank order. A failing rank fails the caller with that rank's traceback.
@@ -36,17 +36,22 @@ def free_port() -> int:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, threads: int, path: list[str], inbox: Connection
+    rank: int, world_size: int, port: int, backend: str, path: list[str], inbox: Connection
 ) -> None:
     sys.path[:] = path
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic mode asks for it
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
+        device_id=device,
     )
     while True:
         try:
@@ -65,9 +70,12 @@ def _serve(
 
 
 class Pool:
-    """`world_size` processes that have met; use as a context manager."""
+    """`world_size` processes that have met; use as a context manager.
 
-    def __init__(self, world_size: int, threads: int = 1) -> None:
+    With backend "nccl" process r uses GPU r.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         context = mp.get_context("spawn")
         port = free_port()
         self._outboxes: list[Connection] = []
@@ -75,7 +83,7 @@ class Pool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, threads, sys.path, theirs), daemon=True
+                target=_serve, args=(rank, world_size, port, backend, sys.path, theirs), daemon=True
             )
             process.start()
             theirs.close()

@@ -51,6 +51,8 @@ def build(kind: type[T], content: object, source: str) -> T:
 def _lines(error: ValidationError, source: str) -> list[str]:
     lines = []
     for fault in error.errors(include_url=False):
+        if fault["type"] == "default_factory_not_called":
+            continue  # a consequence of another wrong field
         field = ".".join(str(part) for part in fault["loc"]) or "the file"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "missing":

@@ -1,0 +1,194 @@
+"""Clusters: which GPUs stand in which node, and how fast they reach each other.
+
+A cluster file, in YAML:
+
+    inter_gb_per_s: 25            # what one GPU sends to other nodes, GB/s one way
+    nodes:
+      - {name: h, count: 2, gpus: {H100-SXM: 8}}
+      - {name: mine, gpus: [my-card, my-card, L40S], inter_gb_per_s: 12.5}
+    gpus:                         # cards that are not in the table; three numbers suffice
+      my-card: {dense_tflops: 200, memory_gb: 24, network_gb_per_s: 12.5}
+
+Ranks count up node by node; in a node as listed, a mapping of counts by GPU name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from dataclasses import dataclass as plain_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
+from hexiseq_triton.planner.gpus import GpuSpec, gpu_table, nearest
+
+MOST_GPUS = 16_384
+Positive = Annotated[float, Field(gt=0)]
+
+
+def _gpu_names(content: Any) -> Any:
+    """Return GPU names in rank order from a list of names or a mapping of name to count."""
+    if not isinstance(content, Mapping):
+        return content
+    for name, count in content.items():
+        if not isinstance(count, int) or not 0 < count <= MOST_GPUS:
+            raise ValueError(f"{name} has count {count!r}; a count is 1 to {MOST_GPUS}")
+    return [name for name, count in sorted(content.items()) for _ in range(count)]
+
+
+GpuNames = Annotated[tuple[str, ...], BeforeValidator(_gpu_names)]
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class NodeEntry:
+    """One node of a cluster file, or `count` nodes of the same make.
+
+    Bandwidths are GB/s one way for one GPU. Left out, `intra_gb_per_s` is each GPU's own link
+    (NVLink, else PCIe, else its network) and `inter_gb_per_s` the cluster's.
+    """
+
+    name: str
+    gpus: GpuNames
+    count: Annotated[int, Field(ge=1)] = 1
+    intra_gb_per_s: Positive | None = None
+    intra_latency_us: Positive = 5.0
+    inter_gb_per_s: Positive | None = None
+    inter_latency_us: Positive | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name] if self.count == 1 else [f"{self.name}-{i}" for i in range(self.count)]
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class ClusterFile:
+    """The content of a cluster file."""
+
+    nodes: tuple[NodeEntry, ...]
+    inter_gb_per_s: Positive | None = None
+    inter_latency_us: Positive = 10.0
+    gpus: dict[str, GpuSpec] = Field(default_factory=dict)
+
+
+@plain_dataclass(frozen=True)
+class Device:
+    """One GPU: its rank, model, node, and how fast it sends or receives."""
+
+    rank: int
+    gpu: str
+    node: str
+    in_node_gb_per_s: float
+    across_gb_per_s: float
+    in_node_latency_us: float
+    across_latency_us: float
+
+
+@plain_dataclass(frozen=True)
+class Cluster:
+    """All GPUs, by rank, and the facts about their models."""
+
+    devices: tuple[Device, ...]
+    gpus: dict[str, GpuSpec]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster file.
+
+        Raises:
+            ConfigError: naming the file, the field, its value, and what fits.
+        """
+        return cls.from_mapping(read_mapping(path), str(path))
+
+    @classmethod
+    def from_mapping(cls, content: Mapping[str, Any], source: str = "cluster") -> Cluster:
+        """Check the content of a cluster file; `source` names it in errors."""
+        file = build(ClusterFile, content, source)
+        _check_size_and_names(file, source)
+        known = gpu_table() | file.gpus
+        devices: list[Device] = []
+        for index, entry in enumerate(file.nodes):
+            for name in entry.gpus:
+                if name not in known:
+                    raise ConfigError(
+                        f"{source}: nodes.{index}.gpus names {name!r}, which is no known GPU; near "
+                        f"it: {nearest(name, known)}; or describe it under gpus"
+                    )
+            for node in entry.names:
+                for gpu in entry.gpus:
+                    where = f"{source}: nodes.{index}"
+                    devices.append(_device(len(devices), node, gpu, known[gpu], entry, file, where))
+        used = {device.gpu for device in devices}
+        return cls(tuple(devices), {name: known[name] for name in sorted(used)})
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    def gpu(self, rank: int) -> GpuSpec:
+        """Return the facts about a rank's GPU model."""
+        return self.gpus[self.devices[rank].gpu]
+
+    @cached_property
+    def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of every node, in order."""
+        nodes: dict[str, list[int]] = {}
+        for device in self.devices:
+            nodes.setdefault(device.node, []).append(device.rank)
+        return {node: tuple(ranks) for node, ranks in nodes.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything the planner can see of the cluster."""
+        gpus = {name: asdict(gpu) for name, gpu in self.gpus.items()}
+        content = [gpus, [list(vars(device).values()) for device in self.devices]]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check_size_and_names(file: ClusterFile, source: str) -> None:
+    empty = [f"nodes.{i}.gpus" for i, entry in enumerate(file.nodes) if not entry.gpus]
+    if empty or not file.nodes:
+        field = empty[0] if empty else "nodes"
+        raise ConfigError(f"{source}: {field} is empty; a cluster has nodes, a node has GPUs")
+    total = sum(entry.count * len(entry.gpus) for entry in file.nodes)
+    if total > MOST_GPUS:
+        raise ConfigError(f"{source}: nodes hold {total} GPUs; at most {MOST_GPUS} can be planned")
+    names = Counter(name for entry in file.nodes for name in entry.names)
+    twice = sorted(name for name, times in names.items() if times > 1)
+    if twice:
+        raise ConfigError(f"{source}: nodes.name {', '.join(twice)} stands twice; rename one")
+
+
+def _device(
+    rank: int,
+    node: str,
+    name: str,
+    gpu: GpuSpec,
+    entry: NodeEntry,
+    file: ClusterFile,
+    where: str,
+) -> Device:
+    """Return one rank; the node's figures go before the cluster's, those before the GPU's."""
+    in_node = entry.intra_gb_per_s or gpu.in_node_gb_per_s
+    if in_node is None:
+        raise ConfigError(f"{where}.intra_gb_per_s is missing, and {name} has no link of its own")
+    across = entry.inter_gb_per_s or file.inter_gb_per_s
+    if across is None and gpu.network_gb_per_s is not None:
+        across = gpu.network_gb_per_s.value
+    if across is None and len(file.nodes) == entry.count == 1:
+        across = in_node  # never used
+    if across is None:
+        raise ConfigError(
+            f"{where}.inter_gb_per_s is missing: node {node} is not connected to the other nodes; "
+            "give what one of its GPUs sends to them, in GB/s one way"
+        )
+    latency_us = entry.inter_latency_us or file.inter_latency_us
+    return Device(rank, name, node, in_node, across, entry.intra_latency_us, latency_us)

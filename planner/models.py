@@ -1,0 +1,112 @@
+"""Model shapes: what decides a layer's FLOPs, parameters and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
+from hexiseq_triton.planner.gpus import nearest
+
+PRESETS = Path(__file__).with_name("models.yaml")
+Count = Annotated[int, Field(ge=1)]
+
+_HUGGING_FACE = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "ffn": ("intermediate_size", "n_inner"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocab": ("vocab_size",),
+    "tied": ("tie_word_embeddings",),
+}
+_PLAIN_MLP = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode"}
+"""Hugging Face model types whose MLP has two matrices; all others count as gated."""
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class ModelSpec:
+    """A decoder's shape. `gated` MLPs have three matrices, others two."""
+
+    layers: Count
+    hidden: Count
+    heads: Count
+    ffn: Count
+    vocab: Count
+    kv_heads: Count = Field(default_factory=lambda given: given["heads"])
+    head_dim: Count = Field(
+        default_factory=lambda given: given["hidden"] // given["heads"], validate_default=True
+    )
+    gated: bool = True
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads do not divide by {self.kv_heads} KV heads")
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> ModelSpec:
+        """Read a preset by name, a Hugging Face config.json, or a YAML file of these fields.
+
+        Raises:
+            ConfigError: if it is none of these, or a field is wrong.
+        """
+        if str(name_or_path) in presets():
+            return presets()[str(name_or_path)]
+        path = Path(name_or_path)
+        if not path.suffix and not path.exists():
+            raise ConfigError(
+                f"model is {str(name_or_path)!r}; presets near it: "
+                f"{nearest(str(name_or_path), presets())}; or give a config.json or a YAML file"
+            )
+        content = read_mapping(path)
+        if "text_config" in content or "model_type" in content:
+            content = from_hugging_face(content.get("text_config", content), str(path))
+        return build(cls, content, str(path))
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Parameters of one layer's matrices: two FLOPs each for every token."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def parameters_per_layer(self) -> int:
+        """Matrices and the two norms of one layer."""
+        return self.layer_matrix_parameters + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All layers, the embedding, the output matrix unless tied, and the last norm."""
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.layers * self.parameters_per_layer + embeddings + self.hidden
+
+
+@cache
+def presets() -> dict[str, ModelSpec]:
+    """Return the models of `models.yaml` by name."""
+    return build(dict[str, ModelSpec], read_mapping(PRESETS), PRESETS.name)
+
+
+def from_hugging_face(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return ModelSpec's fields from a Hugging Face configuration.
+
+    Raises:
+        ConfigError: if the configuration lacks a needed field, under any name known here.
+    """
+    fields: dict[str, Any] = {"gated": config.get("model_type") not in _PLAIN_MLP}
+    for field, names in _HUGGING_FACE.items():
+        found = [config[name] for name in names if config.get(name) is not None]
+        if found:
+            fields[field] = found[0]
+        elif field in ("layers", "hidden", "heads", "vocab"):
+            raise ConfigError(f"{source}: {' or '.join(names)} is missing; {field} is read from it")
+    fields.setdefault("ffn", 4 * fields["hidden"])
+    return fields

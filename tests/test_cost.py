@@ -199,7 +199,7 @@ def test_memory_caps_are_what_just_fits(draw: int) -> None:
     assert (np.add.reduceat(room, rows.group_starts) + slack >= group_caps).all()
 
 
-def test_slower_links_less_memory_or_more_tokens_never_make_a_step_cheaper() -> None:
+def test_twice_the_tokens_cost_more_seconds_and_no_less_memory() -> None:
     rng = Random(7)
     for _ in range(30):
         problem = drawn_problem(rng)

@@ -53,8 +53,10 @@ def test_plan_is_valid_within_memory_and_never_worse_than_a_baseline(seed: int) 
     assert step >= result.lower_bound_seconds or result.exchange.arrangement == "contiguous"
     assert set(result.baselines) == set(BASELINES)
     for baseline in result.baselines.values():
-        assert baseline.step_seconds is None or step <= baseline.step_seconds
-        assert (baseline.step_seconds is None) <= bool(baseline.reason)
+        if baseline.step_seconds is None:
+            assert baseline.reason
+        else:
+            assert step <= baseline.step_seconds
     for share in result.shares:
         assert share.memory_bytes is not None
         assert share.memory_limit_bytes is not None
@@ -98,6 +100,16 @@ def test_the_example_of_two_fast_and_two_slow_makes_groups_of_three_and_one() ->
     assert [len(group.ranks) for group in groups] == [3, 1]
     assert [share.num_q_heads for share in groups[0].ranks] == [4, 2, 2]
     assert groups[0].tokens > groups[1].tokens
+
+
+def test_groups_end_together_with_communication_counted() -> None:
+    result = plan(TWO_AND_TWO, "tiny", seq_len=4096)
+    problem = problem_for(Cluster.load(TWO_AND_TWO), "tiny", seq_len=4096)
+
+    seconds = evaluate(problem, layout_of(result)).group_seconds
+    assert seconds.max() < 1.01 * seconds.min()
+    # node a has two thirds of the speed, and gets less: it has the all-to-all to pay as well
+    assert result.replicas[0].groups[0].tokens < 2 * 4096 // 3 - 16
 
 
 def test_a_gpu_with_little_memory_takes_fewer_tokens_than_its_speed_asks_for() -> None:
@@ -182,7 +194,7 @@ def test_wrong_arguments_are_named(wrong: dict[str, object], needle: str) -> Non
 def test_a_card_that_cannot_run_is_refused() -> None:
     cluster = Cluster.from_mapping({"nodes": [{"name": "a", "gpus": {"V100-SXM-32GB": 2}}]})
 
-    with pytest.raises(InfeasibleError, match="V100-SXM-32GB cannot run .* bf16"):
+    with pytest.raises(InfeasibleError, match="V100-SXM-32GB cannot run"):
         plan(cluster, "tiny", seq_len=128)
 
 

@@ -43,13 +43,27 @@ def test_split_equals_brute_force(draw: int) -> None:
     assert makespan(taken, seconds) == pytest.approx(best, rel=1e-12)
 
 
-def test_a_solver_that_lies_is_put_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    # "optimal", far from it: everything on the slowest
-    monkeypatch.setattr(split, "_solve", lambda units, classes: [0] * (len(classes) - 1) + [units])
+@pytest.mark.parametrize("lie", ["everything on the slowest", "nothing at all"])
+def test_a_solver_that_lies_is_put_right(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = 17 if lie == "everything on the slowest" else 0
+    monkeypatch.setattr(split, "_solve", lambda units, classes: [0, 0, last])
+    split._makespan.cache_clear()
 
     taken = split_units(17, [1.0, 2.0, 3.03], [17, 17, 17])
 
     assert makespan(taken, [1.0, 2.0, 3.03]) == brute_force(17, [1.0, 2.0, 3.03], [17, 17, 17])
+    split._makespan.cache_clear()
+
+
+def test_the_solver_alone_finds_the_least_makespan() -> None:
+    rng = Random(3)
+    for _ in range(20):
+        seconds = [rng.uniform(10, 60) for _ in range(3)]
+        classes = [((rate, 9), 1) for rate in seconds]
+
+        assert makespan(split._solve(9, classes), seconds) == pytest.approx(
+            brute_force(9, seconds, [9, 9, 9])
+        )
 
 
 def test_a_much_slower_rank_takes_no_heads() -> None:

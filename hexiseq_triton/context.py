@@ -204,7 +204,9 @@ class ParallelContext:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """All ranks as one flat mesh, for FSDP2's `fully_shard`."""
-        return DeviceMesh.from_group(self.world_group, self.device.type, mesh_dim_names=("world",))
+        # DTensor's caches outlive a context, and tell meshes of the same ranks apart by name only
+        name = f"world{self.world_group.group_name}"
+        return DeviceMesh.from_group(self.world_group, self.device.type, mesh_dim_names=(name,))
 
     @property
     def replica_ranks(self) -> list[int]:

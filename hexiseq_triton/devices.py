@@ -11,6 +11,7 @@ import torch
 
 from hexiseq_triton.errors import PlanError
 from hexiseq_triton.planner import Plan, RankShare
+from hexiseq_triton.planner.gpus import is_named
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _suits(plan: Plan, share: RankShare, report: DeviceReport) -> bool:
     if report.memory_bytes == 0:
         return True
     names = plan.device_names.get(share.gpu or "", ())
-    named = not names or any(name in report.name for name in names)
+    named = not names or is_named(report.name, names)
     return named and report.memory_bytes >= (share.memory_limit_bytes or 0)
 
 

@@ -1,4 +1,4 @@
-"""What one attention call computes: mask, scale, softcap; shared by the reference and the kernels."""
+"""What one attention call computes: mask, scale, softcap; shared by reference and kernels."""
 
 from __future__ import annotations
 

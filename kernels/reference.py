@@ -9,7 +9,7 @@ far, and the log-sum-exp of their scores s. A further block of keys changes it t
 so chunks of keys may come in any order, and no separate merge is needed. A row that has seen no
 key holds o = 0 and lse = -inf. Backward needs the final lse and delta = rowsum(do * o) alone:
 
-    p = exp(s - lse),  dv += p^T do,  ds = p (do v^T - delta),  dq += scale ds k,  dk += scale ds^T q
+    p = exp(s - lse),  ds = scale p (do v^T - delta),  dv += p^T do,  dq += ds k,  dk += ds^T q
 
 Layout: q [T, H, D], k and v [T_kv, H_kv, D], o as q, lse and delta [H, T], natural log.
 State is float32, float64 for float64 input.

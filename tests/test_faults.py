@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from equality import planned, random_qkv
+from equality import dense, planned, random_qkv
 from pool import TIMEOUT, Outcome, Pool
 
 from hexiseq_triton.attention import hexiseq_attention
@@ -23,6 +25,7 @@ from hexiseq_triton.planner import Plan, Split
 FIVE = Plan.from_splits([Split((20, 12, 8), (3, 3, 2)), Split((24, 16), (4, 4))], num_kv_heads=2)
 THREE = Plan.from_splits([Split((20, 12), (3, 5)), Split((8,), (8,))], num_kv_heads=2)
 SHORT = timedelta(seconds=8)
+FAST, SLOW = "Fast 80GB HBM", "Slow 40GB PCIe"
 
 
 def open_plan(rank: int, plans: Sequence[Any], options: dict[str, Any]) -> None:
@@ -62,8 +65,6 @@ def test_a_file_edited_on_one_rank_raises_on_every_rank(pool: Pool, tmp_path: Pa
 
 
 def test_a_plan_that_contradicts_itself_raises_on_every_rank(pool: Pool) -> None:
-    from dataclasses import replace
-
     broken = replace(FIVE, seq_len=99)
     kind, text = same_error(pool.outcomes(open_plan, [broken] * 5, {}))
     assert kind == "PlanError"
@@ -72,10 +73,8 @@ def test_a_plan_that_contradicts_itself_raises_on_every_rank(pool: Pool) -> None
 
 def open_on_devices(rank: int, plan: Plan, reports: Sequence[DeviceReport], remap: bool) -> int:
     """Worker: bind the plan as if this process had a given device; return the plan's rank."""
-    from unittest import mock
-
     with (
-        mock.patch("hexiseq_triton.context.describe_device", lambda _: reports[rank]),
+        mock.patch("hexiseq_triton.context.describe_device", return_value=reports[rank]),
         init(plan, device="cpu", timeout=TIMEOUT, remap=remap) as context,
     ):
         tensors = random_qkv(plan, 80, 4, seed=0)
@@ -85,8 +84,6 @@ def open_on_devices(rank: int, plan: Plan, reports: Sequence[DeviceReport], rema
 
 def on_gpus(gpus: Sequence[str]) -> Plan:
     """Return FIVE with GPU models, two nodes of 3 and 2 ranks."""
-    from dataclasses import replace
-
     groups = []
     for node, group in zip("ab", FIVE.replicas[0].groups, strict=True):
         shares = tuple(
@@ -94,7 +91,7 @@ def on_gpus(gpus: Sequence[str]) -> Plan:
             for share in group.ranks
         )
         groups.append(replace(group, ranks=shares))
-    names = {"fast": ("Fast 80GB",), "slow": ("Slow 40GB",)}
+    names = {"fast": (FAST,), "slow": (SLOW,)}
     return replace(
         FIVE,
         replicas=(replace(FIVE.replicas[0], groups=tuple(groups)),),
@@ -103,7 +100,6 @@ def on_gpus(gpus: Sequence[str]) -> Plan:
 
 
 PLANNED = on_gpus(["fast", "slow", "slow", "fast", "fast"])
-FAST, SLOW = "Fast 80GB HBM", "Slow 40GB PCIe"
 SHUFFLED = [
     DeviceReport("x", FAST, 2 * 10**9),
     DeviceReport("x", FAST, 2 * 10**9),
@@ -137,8 +133,6 @@ def two_contexts(rank: int) -> float:
     """Worker: interleave attention under two plans of different head counts."""
     other = Plan.from_splits([Split((30,), (3,)), Split((10, 5, 20, 15), (1, 1, 0, 1))])
     worst = 0.0
-    from equality import dense
-
     with (
         init(FIVE, device="cpu", timeout=TIMEOUT) as a,
         init(other, device="cpu", timeout=TIMEOUT) as b,

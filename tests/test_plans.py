@@ -54,7 +54,7 @@ def test_a_file_of_another_version_is_refused_by_its_version(tmp_path: Path) -> 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
         Plan.load(tmp_path / "absent.json")
 
 

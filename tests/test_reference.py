@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,13 +74,8 @@ def in_chunks(
     call = (HeadMap(0, per_kv), AttentionOptions(mask, scale, options.get("softcap", 0.0)))
     segments = whole_documents(lengths)
     edges = [total * i // num_chunks for i in range(num_chunks + 1)]
-    chunks = [
-        (slice(a, b), run)
-        for a, b, run in zip(
-            edges, edges[1:], cut(segments, [b - a for a, b in zip(edges, edges[1:], strict=False)]),
-            strict=False,
-        )
-    ]  # fmt: skip
+    runs = cut(segments, [b - a for a, b in pairwise(edges)])
+    chunks = [(slice(*rows), run) for rows, run in zip(pairwise(edges), runs, strict=True)]
     random.Random(1).shuffle(chunks)
 
     o, lse = torch.zeros_like(q), q.new_full((q.shape[1], total), -torch.inf)

@@ -1,4 +1,4 @@
-"""Shards: shifted labels, positions per document, the exact batch back, the same batch everywhere."""
+"""Shards: shifted labels, positions per document, the exact batch back, one batch for all ranks."""
 
 from __future__ import annotations
 

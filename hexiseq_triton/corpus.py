@@ -1,0 +1,131 @@
+"""Real text found on any machine: the source files of the running Python's standard library.
+
+A file is a document, a byte a token. Documents stand one after the other in one endless stream,
+shuffled anew each epoch, and sequence i is its tokens [i * seq_len, (i + 1) * seq_len): a pack of
+documents, cut at both ends. A step takes the next sequences of the stream, so every token is seen
+once an epoch, replicas see different ones, and the step number alone says where to go on.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner import Plan
+
+VOCAB = 256
+_INSTALLED = {"site-packages", "dist-packages"}  # whatever a user added to the library
+
+
+class Document(NamedTuple):
+    """A file and its size in bytes."""
+
+    path: Path
+    num_tokens: int
+
+
+class Pack(NamedTuple):
+    """Documents in one stream: tokens [T] int64, and cu_seqlens [documents + 1] int32."""
+
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+def standard_library() -> Path:
+    """Return the folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+class Corpus:
+    """The documents of a folder as an endless stream of tokens.
+
+    Args:
+        folder: where the files are; the standard library if left out.
+        pattern: which files count, as in `Path.rglob`.
+        max_document_tokens: leave larger files out.
+        seed: of the order of the documents.
+
+    Raises:
+        ConfigError: if no file is left.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        pattern: str = "*.py",
+        max_document_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        root = standard_library() if folder is None else Path(folder)
+        paths = [p for p in root.rglob(pattern) if not _INSTALLED.intersection(p.parts)]
+        sizes = ((path, path.stat().st_size) for path in sorted(paths) if path.is_file())
+        most = max_document_tokens or float("inf")
+        self.documents = [Document(path, size) for path, size in sizes if 0 < size <= most]
+        self.num_tokens = sum(document.num_tokens for document in self.documents)
+        self.seed = seed
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+        if not self.documents:
+            raise ConfigError(
+                f"corpus: {root} holds no file {pattern} of 1 to {most} bytes; name another folder "
+                "or pattern, or raise max_document_tokens"
+            )
+
+    def sequences(self, indices: range, seq_len: int) -> Pack:
+        """Return consecutive sequences of the stream as one pack; no document crosses two."""
+        parts, lengths = [], [0]
+        for index in indices:
+            for document, start, stop in self._pieces(index * seq_len, (index + 1) * seq_len):
+                parts.append(_read(document, start, stop))
+                lengths.append(stop - start)
+        tokens = torch.cat(parts).long() if parts else torch.empty(0, dtype=torch.int64)
+        return Pack(tokens, torch.tensor(list(accumulate(lengths)), dtype=torch.int32))
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Document, int, int]]:
+        """Yield the documents of the tokens [start, stop) of the stream, with the bytes to take."""
+        while start < stop:
+            epoch, at = divmod(start, self.num_tokens)
+            documents, stops = self._order(epoch)
+            index = bisect_right(stops, at)
+            taken = min(stops[index], at + stop - start) - at
+            first = at - (stops[index] - documents[index].num_tokens)
+            yield documents[index], first, first + taken
+            start += taken
+
+    def _shuffled(self, epoch: int) -> tuple[list[Document], list[int]]:
+        """Return an epoch's documents in order, and where in the epoch each ends."""
+        documents = list(self.documents)
+        random.Random(f"{self.seed} {epoch}").shuffle(documents)
+        return documents, list(accumulate(document.num_tokens for document in documents))
+
+
+def _read(document: Document, start: int, stop: int) -> torch.Tensor:
+    with document.path.open("rb") as file:
+        file.seek(start)
+        return torch.frombuffer(bytearray(file.read(stop - start)), dtype=torch.uint8)
+
+
+def sequences_of(plan: Plan, replica: int | None, step: int, turn: int) -> range:
+    """Return which sequences of the stream a replica trains on in one pass of one step.
+
+    Args:
+        plan: the plan.
+        replica: index of the replica; None, an idle rank, gets none.
+        step: optimizer steps done before.
+        turn: which of the step's `plan.accumulation` passes.
+    """
+    if replica is None:
+        return range(0)
+    a_pass = sum(each.sequences for each in plan.replicas)
+    before = sum(each.sequences for each in plan.replicas[:replica])
+    first = step * plan.global_batch + turn * a_pass + before
+    return range(first, first + plan.replicas[replica].sequences)

@@ -1,0 +1,67 @@
+"""Summed cross entropy of a linear output layer, in chunks of rows: the logits never exist whole.
+
+For a row x with label c, logits z = W x and p = softmax(z):
+
+    loss = logsumexp(z) - z_c,    dz = p - e_c,    dx = W^T dz,    dW = sum over rows of dz x^T
+
+Each chunk's gradients are computed beside its loss, while its logits exist; backward scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hexiseq_triton.kernels import state_dtype
+from hexiseq_triton.shard import IGNORED_LABEL
+
+CHUNK_ROWS = 1024
+
+
+def summed_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int = CHUNK_ROWS
+) -> torch.Tensor:
+    """Return the sum of the token losses in nats, a float32 scalar (float64 for float64 input).
+
+    Args:
+        x: inputs of the output layer, [T, hidden]; T may be 0.
+        weight: its matrix, [vocab, hidden], in the dtype of x.
+        labels: [T] int64; rows with -100 count nothing.
+        chunk_rows: rows whose logits exist at a time.
+    """
+    loss: torch.Tensor = _SummedCrossEntropy.apply(x, weight, labels, chunk_rows)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_rows: int
+    ) -> torch.Tensor:
+        state = state_dtype(x.dtype)
+        loss = torch.zeros((), dtype=state, device=x.device)
+        needs_grad = any(ctx.needs_input_grad)
+        dx = torch.empty_like(x) if needs_grad else None
+        dweight = torch.zeros_like(weight, dtype=state) if needs_grad else None
+        for start in range(0, x.shape[0], chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            logits = (x[rows] @ weight.T).to(state)
+            ignored = labels[rows] == IGNORED_LABEL
+            target = labels[rows].masked_fill(ignored, 0)[:, None]
+            log_p = logits.log_softmax(-1)
+            loss -= log_p.gather(1, target)[:, 0].masked_fill(ignored, 0.0).sum()
+            if dx is not None and dweight is not None:
+                dlogits = log_p.exp()
+                dlogits.scatter_add_(1, target, -torch.ones_like(target, dtype=state))
+                dlogits = dlogits.masked_fill(ignored[:, None], 0.0).to(x.dtype)
+                dx[rows] = dlogits @ weight
+                dweight += dlogits.T @ x[rows]
+        if dx is not None and dweight is not None:
+            ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        dx, dweight = ctx.saved_tensors
+        return dx * grads[0].to(dx.dtype), dweight * grads[0].to(dweight.dtype), None, None

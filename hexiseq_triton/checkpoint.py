@@ -1,0 +1,63 @@
+"""Save and resume training with torch.distributed.checkpoint (DCP), one folder a checkpoint.
+
+DCP writes shards and reads them back under any number of ranks, so a run may go on under another
+plan. Its `.metadata` file is written last: a folder without one is no checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from hexiseq_triton.errors import ConfigError
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+) -> None:
+    """Write the state after `step` steps; a collective call of all ranks."""
+    state = _state(model, optimizer) | {"step": step}
+    dcp.save(state, checkpoint_id=folder / f"step-{step:08d}", process_group=group)
+
+
+def resume(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> int:
+    """Load the newest checkpoint that the first rank finds; return its step.
+
+    Raises:
+        ConfigError: the same on every rank, if there is no checkpoint.
+    """
+    found: list[Any] = [_newest(folder) if dist.get_rank(group) == 0 else None]
+    device = next(model.parameters()).device
+    dist.broadcast_object_list(found, group=group, group_src=0, device=device)
+    if found[0] is None:
+        raise ConfigError(
+            f"resume: {folder} holds no checkpoint; set checkpoint_every in the first run, or "
+            "remove resume"
+        )
+    state = _state(model, optimizer) | {"step": 0}
+    dcp.load(state, checkpoint_id=found[0], process_group=group)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return int(state["step"])
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _newest(folder: Path) -> Path | None:
+    return max((path.parent for path in folder.glob("step-*/.metadata")), default=None)

@@ -1,0 +1,66 @@
+"""What a run reports: one JSON line a step, and a progress bar."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step: its mean loss in nats, the tokens of all replicas, and its length."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+
+
+class Report:
+    """Writes metrics to a file and to the screen; use as a context manager.
+
+    Args:
+        path: the JSON-lines file. Lines of steps that are done again are dropped.
+        start: steps done before.
+        steps: steps in all.
+    """
+
+    def __init__(self, path: Path, *, start: int, steps: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if start and path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= start]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("", total=steps, completed=start)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Add one step."""
+        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.flush()
+        text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+        self._progress.update(self._task, advance=1, description=text)
+
+    def __enter__(self) -> Report:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+        self._file.close()

@@ -1,0 +1,246 @@
+"""Train under a plan: FSDP2 over all ranks, attention by the plan, one mean over all tokens.
+
+A step runs the plan's `accumulation` passes. Each pass gives every replica its sequences of the
+corpus, and every rank its rows of them, however few: a rank without tokens runs forward and
+backward too, since FSDP2's collectives need it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hexiseq_triton import checkpoint
+from hexiseq_triton.context import ParallelContext, init
+from hexiseq_triton.corpus import VOCAB, Corpus, sequences_of
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.llama import Llama, LlamaConfig, initialize
+from hexiseq_triton.metrics import Report, StepMetrics
+from hexiseq_triton.module import HexiSeqAttention
+from hexiseq_triton.planner import Plan
+from hexiseq_triton.planner.models import ModelSpec
+from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
+from hexiseq_triton.training_config import TrainingConfig
+
+
+def train(
+    plan: Plan | str | Path,
+    config: TrainingConfig | str | Path,
+    device: torch.device | str | None = None,
+) -> list[StepMetrics]:
+    """Train as `config` says under `plan`; a collective call of all ranks, under torchrun.
+
+    Writes `metrics.jsonl` and checkpoints into the config's `out`.
+
+    Args:
+        plan: a plan or its file.
+        config: a configuration or its file.
+        device: this process's device; its local GPU if left out, else the CPU.
+
+    Returns:
+        The metrics of each step done here, the same losses on every rank.
+
+    Raises:
+        ConfigError: if a field is wrong, or the model doesn't fit the plan.
+        PlanError: as `hexiseq_triton.init` does.
+        PeerError: if another rank failed; the message is that rank's.
+    """
+    if not isinstance(config, TrainingConfig):
+        config = TrainingConfig.load(config)
+    timeout = timedelta(seconds=config.timeout_seconds)
+    with init(plan, device=device, timeout=timeout) as context:
+        return Training(context, config).run()
+
+
+class Training:
+    """One rank's part of a run; made, and stepped, by all ranks together.
+
+    Attributes:
+        model: the decoder, sharded by FSDP2.
+        steps_done: optimizer steps so far.
+    """
+
+    def __init__(self, context: ParallelContext, config: TrainingConfig) -> None:
+        self.context = context
+        self.config = config
+        with context.guard():  # a file may be missing on one node only
+            shape = model_config(config, context.plan)
+            self.corpus = make_corpus(config)
+        self.model = _sharded(shape, context, config)
+        self.optimizer = make_optimizer(self.model, config)
+        self.steps_done = 0
+        self._attention = HexiSeqAttention(context, causal=True)
+        if config.resume:
+            self.steps_done = checkpoint.resume(
+                self._checkpoints, self.model, self.optimizer, context.world_group
+            )
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.config.out) / "checkpoints"
+
+    def run(self) -> list[StepMetrics]:
+        """Take the steps that are left; return their metrics."""
+        done = []
+        with self._report() or nullcontext() as report:
+            while self.steps_done < self.config.steps:
+                done.append(self.step())
+                if report is not None:
+                    report.write(done[-1])
+                every = self.config.checkpoint_every
+                last = self.steps_done == self.config.steps
+                if every and (last or self.steps_done % every == 0):
+                    self.save()
+        return done
+
+    def _report(self) -> Report | None:
+        if self.context.rank != 0:
+            return None
+        path = Path(self.config.out) / "metrics.jsonl"
+        return Report(path, start=self.steps_done, steps=self.config.steps)
+
+    def step(self) -> StepMetrics:
+        """Take one optimizer step."""
+        began = time.perf_counter()
+        mean = self.backward()
+        self.update()
+        loss = float(mean)  # on CUDA waits for the device
+        seconds = time.perf_counter() - began
+        tokens = self.context.plan.global_batch * self.context.plan.seq_len
+        return StepMetrics(self.steps_done, loss, tokens, seconds, tokens / seconds)
+
+    def backward(self) -> torch.Tensor:
+        """Leave the step's gradient in the parameters; return its mean loss, alike on all ranks."""
+        context = self.context
+        batches = [self._batch(turn) for turn in range(context.plan.accumulation)]
+        # of the whole step: each pass is weighted by all tokens, and the passes add up
+        num_tokens = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+        total = torch.zeros((), device=context.device)
+        for batch in batches:
+            attend = partial(self._attention, layout=batch.layout)
+            with context.timeline.span("forward"):
+                loss_sum = self.model(
+                    batch["input_ids"], batch.position_ids, attend, batch["labels"]
+                )
+            with context.timeline.span("loss"):
+                mean = context.token_mean(
+                    loss_sum, num_tokens, grad_average=context.plan.world_size
+                )
+            with context.timeline.span("backward"):
+                mean.backward()
+            total += mean.detach()
+        return total
+
+    def _batch(self, turn: int) -> LocalBatch:
+        """Return this rank's rows of the next step's pass `turn`."""
+        plan, replica = self.context.plan, self.context.replica
+        indices = sequences_of(plan, replica, self.steps_done, turn)
+        tokens, cu_seqlens = self.corpus.sequences(indices, plan.seq_len)
+        with self.context.timeline.span("shard"):
+            return self.context.shard(
+                {"input_ids": tokens, "labels": tokens}, cu_seqlens=cu_seqlens
+            )
+
+    def update(self) -> None:
+        """Apply the gradient and forget it."""
+        with self.context.timeline.span("optimizer"):
+            apply_gradient(self.model, self.optimizer, self.config, self.steps_done)
+        self.steps_done += 1
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        checkpoint.save(
+            self._checkpoints,
+            self.steps_done,
+            self.model,
+            self.optimizer,
+            self.context.world_group,
+        )
+
+
+def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
+    """Return every parameter's whole gradient on the CPU; a collective call of all ranks."""
+    return {
+        name: parameter.grad.full_tensor().cpu()
+        for name, parameter in training.model.named_parameters()
+        if isinstance(parameter.grad, DTensor)
+    }
+
+
+def model_config(config: TrainingConfig, plan: Plan) -> LlamaConfig:
+    """Return the decoder to train, checked against the plan and the corpus.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    shape = LlamaConfig.from_spec(ModelSpec.load(config.model), rope_theta=config.rope_theta)
+    heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim or shape.head_dim)
+    if (shape.heads, shape.kv_heads, shape.head_dim) != heads:
+        raise ConfigError(
+            f"model {config.model} has {shape.heads} query heads, {shape.kv_heads} KV heads and "
+            f"head_dim {shape.head_dim}; the plan is for {heads[0]}, {heads[1]} and {heads[2]}"
+        )
+    if not plan.causal:
+        raise ConfigError("the plan is for full attention; a decoder needs one with causal: true")
+    if shape.vocab < VOCAB:
+        raise ConfigError(
+            f"model {config.model} has vocab {shape.vocab}; bytes as tokens need {VOCAB} or more"
+        )
+    return shape
+
+
+def make_corpus(config: TrainingConfig) -> Corpus:
+    """Return the corpus that the configuration names."""
+    options = config.corpus
+    return Corpus(
+        options.folder,
+        pattern=options.pattern,
+        max_document_tokens=options.max_document_tokens,
+        seed=config.seed,
+    )
+
+
+def _sharded(shape: LlamaConfig, context: ParallelContext, config: TrainingConfig) -> Llama:
+    """Return the initialised model, whose parameters exist as shards only."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype == "bf16" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # rotary tables stay float32
+    )
+    with torch.device("meta"):
+        model = Llama(shape, recompute=config.recompute == "full")
+    for block in model.blocks:
+        fully_shard(block, mesh=context.mesh, mp_policy=policy)
+    fully_shard(model, mesh=context.mesh, mp_policy=policy)
+    model.to_empty(device=context.device)
+    initialize(model, config.seed)
+    return model
+
+
+def make_optimizer(model: Llama, config: TrainingConfig) -> torch.optim.AdamW:
+    """Return AdamW; weight decay acts on matrices and not on norms."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+
+
+def apply_gradient(
+    model: Llama, optimizer: torch.optim.AdamW, config: TrainingConfig, step: int
+) -> None:
+    """Clip the gradient if asked to, take optimizer step number `step`, and drop the gradient."""
+    if config.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr_at(step)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,246 @@
+"""Training under a plan on real processes, held against one process with dense attention."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import TIMEOUT, Pool, free_port
+
+from hexiseq_triton.context import init
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.launch import node_commands
+from hexiseq_triton.planner import Plan, Split
+from hexiseq_triton.single import SingleProcessTraining
+from hexiseq_triton.train import Training, model_config, train, whole_gradients
+from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
+
+MODEL = "{layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 256}"
+UNEVEN = [Split((100, 0, 37), (2, 1, 1)), Split((119,), (4,))]
+"""Two groups of 3 and 1 ranks; rank 1 holds no token. In a world of 5, rank 4 is idle."""
+
+
+def uneven_plan(accumulation: int = 1) -> Plan:
+    return Plan.from_splits(UNEVEN, num_kv_heads=2, world_size=5, accumulation=accumulation)
+
+
+def replicas_plan(accumulation: int = 1) -> Plan:
+    """Two replicas: three sequences on 2 + 1 ranks, one sequence on 2 ranks."""
+    return Plan.from_splits(
+        [Split((150, 50), (3, 1)), Split((190,), (4,))],
+        [Split((99, 31), (1, 3))],
+        num_kv_heads=2,
+        sequences=(3, 1),
+        accumulation=accumulation,
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainingConfig:
+    model = tmp_path / "model.yaml"
+    model.write_text(MODEL, encoding="utf-8")
+    return TrainingConfig(
+        model=str(model),
+        steps=3,
+        lr=2e-3,
+        warmup_steps=1,
+        max_grad_norm=0.5,
+        out=str(tmp_path / "out"),
+        timeout_seconds=TIMEOUT.total_seconds(),
+        corpus=CorpusOptions(max_document_tokens=300),
+    )
+
+
+def losses_and_first_gradients(
+    rank: int, plan: Plan, config: TrainingConfig
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Worker: take the configured steps."""
+    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+        training = Training(context, config)
+        losses = [float(training.backward())]
+        gradients = whole_gradients(training)
+        training.update()
+        losses += [training.step().loss for _ in range(config.steps - 1)]
+        return losses, gradients
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(uneven_plan(), id="uneven"),
+        pytest.param(uneven_plan(accumulation=3), id="uneven, 3 passes"),
+        pytest.param(replicas_plan(), id="replicas 3:1"),
+        pytest.param(replicas_plan(accumulation=3), id="replicas 3:1, 3 passes"),
+    ],
+)
+def test_losses_and_every_gradient_equal_those_of_one_process(
+    pool: Pool, config: TrainingConfig, plan: Plan
+) -> None:
+    results = pool.run(losses_and_first_gradients, plan, config)
+
+    single = SingleProcessTraining(plan, config, "cpu")
+    expected = [single.backward()]
+    gradients = {name: p.grad.clone() for name, p in single.model.named_parameters()}
+    single.update()
+    expected += [single.step() for _ in range(config.steps - 1)]
+    for losses, _ in results:
+        assert losses == results[0][0]
+        assert losses == pytest.approx(expected, rel=1e-5)
+    found = results[0][1]
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert gradient.norm() > 0, name
+
+
+def trained(rank: int, plan: Plan, config: TrainingConfig) -> list[Any]:
+    """Worker: `train` on the CPU."""
+    return train(plan, config, device="cpu")
+
+
+def test_metrics_are_json_lines_and_what_train_returns(pool: Pool, config: TrainingConfig) -> None:
+    returned = pool.run(trained, uneven_plan(accumulation=2), config)
+
+    lines = Path(config.out, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert [m["loss"] for m in metrics] == [m.loss for m in returned[0]]
+    for line in metrics:
+        assert line.keys() == {"step", "loss", "tokens", "seconds", "tokens_per_second"}
+        assert line["tokens"] == 2 * 256
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+
+
+def test_a_resumed_run_has_the_losses_of_one_never_interrupted(
+    pool: Pool, config: TrainingConfig, tmp_path: Path
+) -> None:
+    plan = uneven_plan()
+    whole = replace(config, steps=5, out=str(tmp_path / "whole"))
+    begun = replace(config, steps=3, checkpoint_every=2)
+    rest = replace(begun, steps=5, resume=True)
+
+    expected = [m.loss for m in pool.run(trained, plan, whole)[0]]
+    pool.run(trained, plan, begun)
+    # as if the run had died while it wrote its last checkpoint
+    Path(config.out, "checkpoints", "step-00000003", ".metadata").unlink()
+    resumed = pool.run(trained, plan, rest)[0]
+
+    assert [m.step for m in resumed] == [3, 4, 5]
+    assert [m.loss for m in resumed] == expected[2:]
+    lines = Path(config.out, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [json.loads(line)["loss"] for line in lines] == expected
+
+
+def test_a_run_can_go_on_under_another_plan(pool: Pool, config: TrainingConfig) -> None:
+    other = Plan.from_splits([Split((256 - 4 * 13, *[13] * 4), (0, 1, 1, 1, 1))], num_kv_heads=2)
+    begun = replace(config, checkpoint_every=2, steps=2)
+
+    pool.run(trained, uneven_plan(), begun)
+    resumed = pool.run(trained, other, replace(begun, steps=4, resume=True))[0]
+
+    single = SingleProcessTraining(other, config, "cpu")
+    expected = [single.step() for _ in range(4)]
+    assert [m.loss for m in resumed] == pytest.approx(expected[2:], rel=1e-5)
+
+
+def test_recomputing_layers_changes_no_bit(pool: Pool, config: TrainingConfig) -> None:
+    kept = replace(config, recompute="none")
+
+    recomputed = pool.run(losses_and_first_gradients, uneven_plan(), config)[0]
+
+    losses, gradients = pool.run(losses_and_first_gradients, uneven_plan(), kept)[0]
+    assert recomputed[0] == losses
+    assert all(torch.equal(recomputed[1][name], gradients[name]) for name in gradients)
+
+
+def test_the_launched_command_trains(config: TrainingConfig, tmp_path: Path) -> None:
+    plan = Plan.from_splits([Split((100, 156), (3, 1))], num_kv_heads=2)
+    plan.save(tmp_path / "plan.json")
+    text = f"{{model: {config.model}, steps: 2, lr: 1.0e-3, out: {config.out}}}"
+    (tmp_path / "train.yaml").write_text(text, "utf-8")
+    program = ["hexiseq", "train", "--plan", "plan.json", "--config", "train.yaml"]
+    (command,) = node_commands(plan, ["127.0.0.1"], program, port=free_port())
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+
+    subprocess.run(
+        command.arguments,
+        env=os.environ | {"PATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=tmp_path,
+        timeout=120,
+        check=True,
+    )
+
+    assert len(Path(config.out, "metrics.jsonl").read_text("utf-8").splitlines()) == 2
+
+
+def test_resuming_without_a_checkpoint_is_the_same_error_on_every_rank(
+    pool: Pool, config: TrainingConfig
+) -> None:
+    outcomes = pool.outcomes(trained, uneven_plan(), replace(config, resume=True))
+
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "holds no checkpoint" in outcomes[0].error
+
+
+def test_bf16_keeps_close_to_fp32_and_its_parameters_in_fp32(
+    pool: Pool, config: TrainingConfig
+) -> None:
+    exact = [m.loss for m in pool.run(trained, uneven_plan(), config)[0]]
+
+    low = replace(config, dtype="bf16")
+    losses, gradients = pool.run(losses_and_first_gradients, uneven_plan(), low)[0]
+
+    assert losses == pytest.approx(exact, rel=1e-2)
+    assert losses != exact
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("steps: 0", "steps is 0"),
+        ("lr: fast", "lr is 'fast'"),
+        ("dtype: fp8", "dtype is 'fp8'.*'fp32' or 'bf16'"),
+        ("stepps: 5", "stepps is no field here"),
+        ("corpus: {pattern: 3}", "corpus.pattern is 3"),
+        ("checkpoint_every: -1", "checkpoint_every is -1"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(tmp_path: Path, wrong: str, message: str) -> None:
+    fields = {"model": "tiny", "steps": "1", "lr": "1.0e-3"}
+    fields.pop(wrong.split(":")[0], None)
+    path = tmp_path / "train.yaml"
+    path.write_text("\n".join([*(f"{k}: {v}" for k, v in fields.items()), wrong]), "utf-8")
+
+    with pytest.raises(ConfigError, match=f"train.yaml: {message}"):
+        TrainingConfig.load(path)
+
+
+def test_the_example_is_a_valid_configuration() -> None:
+    example = Path(__file__).parents[1] / "examples" / "train.yaml"
+
+    assert TrainingConfig.load(example).model == "tiny"
+
+
+def test_a_model_that_does_not_fit_the_plan_is_refused(config: TrainingConfig) -> None:
+    tiny = replace(config, model="tiny")
+    with pytest.raises(ConfigError, match=r"8 query heads, 4 KV heads.*plan is for 4, 2"):
+        model_config(tiny, uneven_plan())
+    full = Plan.from_splits(UNEVEN, num_kv_heads=2, causal=False)
+    with pytest.raises(ConfigError, match="causal: true"):
+        model_config(config, full)
+
+
+def test_warmup_raises_the_learning_rate_in_equal_steps(config: TrainingConfig) -> None:
+    warm = replace(config, lr=4.0, warmup_steps=3)
+
+    assert [warm.lr_at(step) for step in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]

@@ -1,0 +1,38 @@
+"""The `hexiseq` command. Each subcommand lives in a module of its own and imports what it needs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from hexiseq_triton.cli_plan import plan_command
+from hexiseq_triton.cli_train import demo_command, launch_command, train_command
+from hexiseq_triton.errors import HexiSeqError
+
+
+class _Commands(TyperGroup):
+    """Subcommands whose errors end in one message on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HexiSeqError as error:
+            print(f"hexiseq: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def hexiseq() -> None:
+    """Plan and train on very long sequences over mixed GPUs."""
+
+
+app.command("plan")(plan_command)
+app.command("train")(train_command)
+app.command("launch")(launch_command)
+app.command("demo")(demo_command)

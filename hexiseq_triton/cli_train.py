@@ -1,0 +1,59 @@
+"""`hexiseq train`, `launch` and `demo`: run a plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.launch import DEFAULT_PORT, node_commands, sbatch_file
+from hexiseq_triton.planner.plans import Plan
+
+PlanFile = Annotated[Path, typer.Option("--plan", help="plan file, from `hexiseq plan --out`")]
+
+
+def train_command(
+    plan: PlanFile,
+    config: Annotated[Path, typer.Option(help="training file (YAML); see examples/train.yaml")],
+) -> None:
+    """Train under a plan; started by torchrun, once a rank (see `hexiseq launch`)."""
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            "hexiseq train runs under torchrun, one process a rank; print the command with "
+            f"`hexiseq launch --plan {plan} --config {config} --hosts localhost`"
+        )
+    from hexiseq_triton.train import train
+
+    train(plan, config)
+
+
+def launch_command(
+    plan: PlanFile,
+    hosts: Annotated[str, typer.Option(help="a host for each node of the plan: a,b")],
+    config: Annotated[Path, typer.Option(help="training file")] = Path("train.yaml"),
+    port: Annotated[int, typer.Option(help="a free port of the first host")] = DEFAULT_PORT,
+    sbatch: Annotated[Path | None, typer.Option(help="write a Slurm batch file here")] = None,
+) -> None:
+    """Print the torchrun line of each node, and a Slurm batch file."""
+    program = ("hexiseq", "train", "--plan", str(plan), "--config", str(config))
+    names = [host.strip() for host in hosts.split(",") if host.strip()]
+    commands = node_commands(Plan.load(plan), names, program, port=port)
+    for command in commands:
+        print(f"# on {command.host}\n{command.line}")
+    if sbatch is None:
+        print(f"\n# or, under Slurm, as a batch file\n{sbatch_file(commands)}", end="")
+    else:
+        sbatch.write_text(sbatch_file(commands), encoding="utf-8")
+
+
+def demo_command(
+    out: Annotated[Path, typer.Option(help="folder for plots, metrics, trace")] = Path("demo_out"),
+) -> None:
+    """Plan 2 fast + 2 slow GPUs, train in four processes, and compare with one process."""
+    from hexiseq_triton.demo import run_demo
+
+    if not run_demo(out):
+        raise typer.Exit(1)

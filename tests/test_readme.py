@@ -1,0 +1,28 @@
+"""The README's example is the file in examples/, and runs as the README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_quickstart_runs_as_written() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = ROOT / "examples" / "quickstart.py"
+    assert blocks[0] == script.read_text()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    shapes = sorted(line for line in ran.stdout.splitlines() if line.startswith("rank "))
+    assert len(shapes) == 4
+    counts = [int(re.search(r"\((\d+), 8, 16\)", line).group(1)) for line in shapes]  # type: ignore[union-attr]
+    assert sum(counts) == 4096
+    assert len(set(counts)) > 1

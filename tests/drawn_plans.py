@@ -38,7 +38,13 @@ def parts(draw: st.DrawFn, total: int, count: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *edges], [*edges, total], strict=True))
 
 
-def group_sizes(draw: st.DrawFn, ranks: int) -> list[int]:
+MIXED_SIZES = [(2, 1), (1, 2), (3, 1), (1, 3, 1), (2, 1, 1), (3, 1, 1), (4, 1), (2, 3), (2, 1, 2)]
+HEADS = [(1, 4), (3, 2), (7, 1), (7, 2), (8, 1), (1, 7), (3, 3)]
+"""Query heads for each KV head, and KV heads."""
+
+
+def group_sizes(draw: st.DrawFn) -> list[int]:
+    ranks = draw(st.integers(1, WORLD))
     sizes = []
     while ranks:
         sizes.append(draw(st.integers(1, ranks)))
@@ -73,16 +79,18 @@ def attention_options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """One replica of 1 to 5 ranks, in groups of any sizes, with any tokens and any heads."""
-    ranks = draw(st.integers(1, WORLD))
-    per_kv, kv = draw(st.sampled_from([(1, 4), (3, 2), (7, 1), (7, 2), (8, 1), (1, 7), (3, 3)]))
+def cases(draw: st.DrawFn, mixed: bool = False) -> Case:
+    """One replica of 1 to 5 ranks, in groups of any sizes, with any tokens and any heads.
+
+    Of `mixed` cases groups differ in size, and several query heads share a KV head.
+    """
+    per_kv, kv = draw(st.sampled_from([h for h in HEADS if h[0] > 1] if mixed else HEADS))
+    sizes = list(draw(st.sampled_from(MIXED_SIZES))) if mixed else group_sizes(draw)
     numbers = draw(st.permutations(range(WORLD)))
     most = draw(st.sampled_from([16, 100, 256, MOST_TOKENS]))
     lengths = draw(documents(most))
     # either the plan is for this batch, or the batch is dealt in the plan's proportions
     total = draw(st.one_of(st.just(sum(lengths)), st.integers(0, 64)))
-    sizes = group_sizes(draw, ranks)
     splits = []
     for size, tokens in zip(sizes, parts(draw, total, len(sizes)), strict=True):
         taken, numbers = numbers[:size], numbers[size:]

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.planner.plans import HeadRange, Plan, RankShare
+from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.planner.plans import Plan, RankShare
 from hexiseq_triton.planner.solve import SEARCH, STRATEGIES, plan
 
 

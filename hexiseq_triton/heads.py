@@ -11,7 +11,7 @@ import torch
 
 from hexiseq_triton.channel import Channel, Message, Pending
 from hexiseq_triton.layout import BatchLayout
-from hexiseq_triton.planner.plans import HeadRange
+from hexiseq_triton.planner.heads import HeadRange
 
 KV = dict[HeadRange, torch.Tensor]
 """For each atomic interval of KV heads, keys and values [L_g, 2, heads, D]."""

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 from hexiseq_triton.planner import Plan, RankShare
+from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.partition import deal
-from hexiseq_triton.planner.plans import HeadRange
 from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
 from hexiseq_triton.segments import Mask, RowRange, Segment, merge, num_tokens, take
 

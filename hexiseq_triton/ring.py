@@ -23,7 +23,7 @@ from hexiseq_triton.kernels import (
     state_dtype,
 )
 from hexiseq_triton.layout import BatchLayout, Round
-from hexiseq_triton.planner.plans import HeadRange
+from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.segments import Segment
 from hexiseq_triton.timeline import Timeline
 

@@ -5,7 +5,7 @@ Group g owns L_g tokens of its replica's stream. Rank d of it holds `tokens` of 
 token-wise layers and, after an all-to-all, the query heads [a, b) of all L_g tokens in attention.
 The order of the groups is their nesting order: the first takes the outermost pieces of the stream.
 
-`Plan.validate` checks a plan in integers and shares no code with the search that made it.
+`Plan.validate` checks a plan in integers (`checks`) and shares no code with the search.
 """
 
 from __future__ import annotations
@@ -14,26 +14,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
 from hexiseq_triton.errors import ConfigError, PlanError
+from hexiseq_triton.planner.checks import PLAN_VERSION, check_plan
 from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
-
-PLAN_VERSION = 1
-HeadRange = tuple[int, int]
-"""Heads [start, stop)."""
-
-
-def kv_heads_of(q_heads: HeadRange, q_per_kv: int) -> HeadRange:
-    """Return the KV heads that the query heads [start, stop) read; none for no query heads."""
-    start, stop = q_heads
-    if start == stop:
-        return (start // q_per_kv, start // q_per_kv)
-    return (start // q_per_kv, -(-stop // q_per_kv))
+from hexiseq_triton.planner.heads import HeadRange, kv_heads_of
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -190,19 +179,7 @@ class Plan:
                 f"{num_heads} query heads over {num_kv_heads} KV heads: num_kv_heads must divide "
                 "the query heads"
             )
-        counts = sequences or [1] * len(replicas)
-        if len(counts) != len(replicas):
-            raise PlanError(f"sequences has {len(counts)} entries for {len(replicas)} replicas")
-
-        next_rank = 0
-        plans = []
-        for groups, count in zip(replicas, counts, strict=True):
-            group_plans = []
-            for split in groups:
-                shares, next_rank = _shares(split, num_heads // num_kv_heads, next_rank)
-                group_plans.append(GroupPlan(shares))
-            plans.append(ReplicaPlan(tuple(group_plans), count))
-
+        plans = _replicas_by_hand(replicas, sequences, num_heads // num_kv_heads)
         used = 1 + max(share.rank for replica in plans for share in replica.shares)
         plan = cls(
             world_size=used if world_size is None else world_size,
@@ -241,77 +218,13 @@ class Plan:
                 return index
         return None
 
-    # ---------------------------------------------------------------- checks
-
     def validate(self) -> None:
         """Check the plan in integers.
 
         Raises:
             PlanError: naming the replica, group and rank, what it holds and what it should.
         """
-        if self.version != PLAN_VERSION:
-            raise PlanError(f"plan version {self.version}; this release reads {PLAN_VERSION}")
-        for name in ("world_size", "seq_len", "num_heads", "num_kv_heads", "accumulation"):
-            least = 0 if name == "seq_len" else 1
-            if getattr(self, name) < least:
-                raise PlanError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.num_heads % self.num_kv_heads:
-            raise PlanError(
-                f"{self.num_heads} query heads do not divide by {self.num_kv_heads} KV heads"
-            )
-        if self.exchange.chunk_tokens < 1 or self.exchange.window < 1:
-            raise PlanError("exchange.chunk_tokens and exchange.window must be at least 1")
-        if not self.replicas:
-            raise PlanError("the plan has no replica")
-        self._validate_ranks()
-        for index, replica in enumerate(self.replicas):
-            self._validate_replica(index, replica)
-
-    def _validate_ranks(self) -> None:
-        ranks = [share.rank for share in self.shares]
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        if twice:
-            raise PlanError(f"ranks {twice} stand in the plan more than once")
-        outside = sorted(rank for rank in ranks if not 0 <= rank < self.world_size)
-        if outside:
-            raise PlanError(f"ranks {outside} lie outside a world of {self.world_size}")
-
-    def _validate_replica(self, index: int, replica: ReplicaPlan) -> None:
-        for g, group in enumerate(replica.groups):
-            where = f"replica {index}, group {g}"
-            if not group.ranks:
-                raise PlanError(f"{where} has no rank")
-            for share in group.ranks:
-                self._validate_share(where, share)
-            held = sorted(share.q_heads for share in group.ranks if share.num_q_heads)
-            edges = [(0, 0), *held, (self.num_heads, self.num_heads)]
-            if any(a[1] != b[0] for a, b in pairwise(edges)):
-                raise PlanError(
-                    f"{where} holds query heads {held}; together they must be "
-                    f"[0, {self.num_heads}) with every head once"
-                )
-        expected = replica.sequences * self.seq_len
-        if replica.sequences < 1 or replica.tokens != expected:
-            raise PlanError(
-                f"replica {index} holds {replica.tokens} tokens; {replica.sequences} sequences of "
-                f"{self.seq_len} are {expected}"
-            )
-
-    def _validate_share(self, where: str, share: RankShare) -> None:
-        if share.tokens < 0:
-            raise PlanError(f"{where}: rank {share.rank} holds {share.tokens} tokens")
-        start, stop = share.q_heads
-        if not 0 <= start <= stop <= self.num_heads:
-            raise PlanError(
-                f"{where}: rank {share.rank} has query heads [{start}, {stop}); they must lie in "
-                f"[0, {self.num_heads})"
-            )
-        needed = kv_heads_of(share.q_heads, self.q_per_kv)
-        if share.kv_heads != needed:
-            raise PlanError(
-                f"{where}: rank {share.rank} has KV heads {share.kv_heads}; its query heads "
-                f"{share.q_heads} read {needed}"
-            )
+        check_plan(self)
 
     # ---------------------------------------------------------------- file
 
@@ -351,6 +264,23 @@ class Plan:
         plan = build(cls, content, str(path))
         plan.validate()
         return plan
+
+
+def _replicas_by_hand(
+    replicas: Sequence[Sequence[Split]], sequences: Sequence[int] | None, q_per_kv: int
+) -> list[ReplicaPlan]:
+    counts = sequences or [1] * len(replicas)
+    if len(counts) != len(replicas):
+        raise PlanError(f"sequences has {len(counts)} entries for {len(replicas)} replicas")
+    next_rank = 0
+    plans = []
+    for splits, count in zip(replicas, counts, strict=True):
+        groups = []
+        for split in splits:
+            shares, next_rank = _shares(split, q_per_kv, next_rank)
+            groups.append(GroupPlan(shares))
+        plans.append(ReplicaPlan(tuple(groups), count))
+    return plans
 
 
 def _shares(split: Split, q_per_kv: int, next_rank: int) -> tuple[tuple[RankShare, ...], int]:

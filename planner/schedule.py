@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hexiseq_triton.planner.plans import HeadRange, RankShare, ReplicaPlan
+from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.planner.plans import RankShare, ReplicaPlan
 from hexiseq_triton.segments import Mask, RowRange, Segment, num_tokens, visible_rows
 
 

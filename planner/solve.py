@@ -13,6 +13,7 @@ from hexiseq_triton.planner.bound import lower_bound_seconds
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost
 from hexiseq_triton.planner.files import build
+from hexiseq_triton.planner.heads import kv_heads_of
 from hexiseq_triton.planner.layouts import BASELINES, Priced, out_of_memory, price
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import (
@@ -23,7 +24,6 @@ from hexiseq_triton.planner.plans import (
     Prediction,
     RankShare,
     ReplicaPlan,
-    kv_heads_of,
 )
 from hexiseq_triton.planner.problem import Group, Problem
 from hexiseq_triton.planner.search import best_asymmetric, fits

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hexiseq_triton.planner.plans import kv_heads_of
+from hexiseq_triton.planner.heads import kv_heads_of
 from hexiseq_triton.planner.problem import Layout, Problem
 from hexiseq_triton.planner.rates import Floats, Ints
 

@@ -12,7 +12,7 @@ import pytest
 
 from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.planner import GroupPlan, Plan, RankShare, Split
-from hexiseq_triton.planner.plans import kv_heads_of
+from hexiseq_triton.planner.heads import kv_heads_of
 
 PLAN = Plan.from_splits(
     [Split((30, 20, 14), (3, 3, 2)), Split((36,), (8,))], num_kv_heads=2, world_size=5

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hexiseq_triton.planner.clusters import Cluster
-from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan, RankShare
 from hexiseq_triton.planner.solve import SEARCH, STRATEGIES, plan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -23,6 +23,12 @@ def plan_command(
     model: Annotated[str, typer.Option(help="preset name, config.json, or YAML file")],
     seq_len: Annotated[int, typer.Option(help="tokens of one sequence")],
     global_batch: Annotated[int, typer.Option(help="sequences in one step")] = 8,
+    accumulation: Annotated[
+        int | None, typer.Option(help="passes in one step; one a sequence if left out")
+    ] = None,
+    recompute: Annotated[
+        Literal["full", "none"], typer.Option(help="what backward computes again")
+    ] = "full",
     strategy: Annotated[str, typer.Option(help=", ".join(STRATEGIES))] = SEARCH,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -35,6 +41,8 @@ def plan_command(
         loaded_model,
         seq_len=seq_len,
         global_batch=global_batch,
+        accumulation=accumulation,
+        recompute=recompute,
         strategy=strategy,
     )
     planning_seconds = time.perf_counter() - start

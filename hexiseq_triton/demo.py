@@ -102,13 +102,13 @@ def run_demo(
     """
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    chosen = plan(Cluster.from_mapping(CLUSTER), MODEL, seq_len=seq_len, global_batch=1)
+    cluster = Cluster.from_mapping(CLUSTER)
+    chosen = plan(cluster, MODEL, seq_len=seq_len, global_batch=1, recompute="none")
     chosen.save(out / "plan.json")
     config = TrainingConfig(
         model=MODEL,
         steps=steps,
         lr=LR,
-        recompute="none",
         out=str(out),
         timeout_seconds=TIMEOUT_SECONDS,
         corpus=CorpusOptions(max_document_tokens=seq_len),

@@ -214,8 +214,9 @@ def _sharded(shape: LlamaConfig, context: ParallelContext, config: TrainingConfi
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # rotary tables stay float32
     )
+    recompute = config.recompute or context.plan.recompute or "full"
     with torch.device("meta"):
-        model = Llama(shape, recompute=config.recompute == "full")
+        model = Llama(shape, recompute=recompute == "full")
     for block in model.blocks:
         fully_shard(block, mesh=context.mesh, mp_policy=policy)
     fully_shard(model, mesh=context.mesh, mp_policy=policy)

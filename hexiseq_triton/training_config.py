@@ -30,7 +30,7 @@ class TrainingConfig:
     `model` is a preset, a YAML file or a Hugging Face config.json. The learning rate rises over
     `warmup_steps` and then stays. `dtype` is that of activations and gathered parameters; the
     parameters themselves, their gradients and Adam's state are fp32. `recompute` "full" keeps only
-    each layer's input for backward; the plan's memory figures assume one or the other.
+    each layer's input for backward; left out, it is what the plan's memory figures assume.
 
     A checkpoint is written every `checkpoint_every` steps and after the last; left out, never.
     `resume` goes on from the newest one in `out`; `steps` counts from the beginning of the run.
@@ -45,7 +45,7 @@ class TrainingConfig:
     max_grad_norm: Positive | None = None
     rope_theta: Positive = 10000.0
     dtype: Literal["fp32", "bf16"] = "fp32"
-    recompute: Literal["full", "none"] = "full"
+    recompute: Literal["full", "none"] | None = None
     out: str = "train_out"
     checkpoint_every: Count | None = None
     resume: bool = False

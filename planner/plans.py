@@ -123,6 +123,7 @@ class Split:
 class Plan:
     """Who owns what, what it is predicted to cost, and what it was compared with.
 
+    `recompute` is what the memory figures assume of training; None in plans written by hand.
     `device_names` holds, for each `gpu` of a rank, the names under which CUDA may report it; the
     runtime refuses other devices. A GPU without names runs anywhere.
     """
@@ -135,6 +136,7 @@ class Plan:
     head_dim: int | None = None
     causal: bool = True
     accumulation: int = 1
+    recompute: Literal["full", "none"] | None = None
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
     strategy: str = "by hand"
     predicted: Prediction | None = None

@@ -159,6 +159,7 @@ def _plan(problem: Problem, cost: Cost, strategy: str, baselines: dict[str, Pric
         head_dim=model.head_dim,
         causal=workload.causal,
         accumulation=workload.accumulation,
+        recompute=workload.recompute,
         exchange=replace(problem.exchange, arrangement=arrangement),
         strategy=strategy,
         predicted=Prediction(

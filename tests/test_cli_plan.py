@@ -55,12 +55,14 @@ def test_json_is_one_object_with_everything_the_planner_knows() -> None:
 
 def test_out_writes_the_plan_and_options_reach_the_planner(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    result = hexiseq_plan("--strategy", "zigzag_ring", "--global-batch", "3", "--out", str(path))
+    options = {"--strategy": "zigzag_ring", "--global-batch": "6", "--accumulation": "2"}
+    options |= {"--recompute": "none", "--out": str(path)}
+    result = hexiseq_plan(*(word for option in options.items() for word in option))
 
     assert result.exit_code == 0
     written = Plan.load(path)
     assert written.strategy == "zigzag_ring: zigzag_ring"
-    assert written.global_batch == 3
+    assert (written.global_batch, written.accumulation, written.recompute) == (6, 2, "none")
 
 
 def test_the_table_shows_ranks_baselines_bound_and_gap() -> None:

@@ -161,6 +161,24 @@ def test_recomputing_layers_changes_no_bit(pool: Pool, config: TrainingConfig) -
     assert all(torch.equal(recomputed[1][name], gradients[name]) for name in gradients)
 
 
+def recomputes(rank: int, plan: Plan, config: TrainingConfig) -> bool:
+    """Worker: whether the first layer is set to recompute."""
+    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+        return bool(Training(context, config).model.blocks[0].recompute)
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "of_config", "expected"),
+    [(None, None, True), ("none", None, False), ("none", "full", True)],
+)
+def test_the_plan_says_what_to_recompute_unless_the_run_does(
+    pool: Pool, config: TrainingConfig, of_plan: Any, of_config: Any, expected: bool
+) -> None:
+    plan = replace(uneven_plan(), recompute=of_plan)
+    found = pool.run(recomputes, plan, replace(config, recompute=of_config))
+    assert set(found) == {expected}
+
+
 def test_the_launched_command_trains(config: TrainingConfig, tmp_path: Path) -> None:
     plan = Plan.from_splits([Split((100, 156), (3, 1))], num_kv_heads=2)
     plan.save(tmp_path / "plan.json")

@@ -38,8 +38,17 @@ class Agreement:
         """Return the values of `ranks`, in their order; the same list on every one of them.
 
         Raises:
-            PeerError: if a rank posts nothing within the timeout; it names the missing ranks.
+            PeerError: if a rank posts nothing within the timeout, which the message names, or if
+                the store died with the process that held it.
         """
+        try:
+            return self._gathered(name, ranks, value)
+        except RuntimeError as error:
+            raise PeerError(
+                f"at '{name}' the store failed, its process may be dead: {error}"
+            ) from error
+
+    def _gathered(self, name: str, ranks: Sequence[int], value: str) -> list[str]:
         turn = self._turns.get(name, 0)
         self._turns[name] = turn + 1
         self._store.set(f"{name}/{turn}/{self._rank}", value)
@@ -71,9 +80,10 @@ class Agreement:
         return values
 
     def _read(self, key: str, timeout: timedelta) -> str | None:
+        """Return what stands under a key; None if nothing does within the timeout."""
         try:
             self._store.wait([key], timeout)
-        except RuntimeError:  # DistStoreError, by backend
+        except dist.DistStoreError:
             return None
         return bytes(self._store.get(key)).decode()
 
@@ -84,4 +94,7 @@ class Agreement:
 
     def fault(self, patience: timedelta) -> str | None:
         """Return what the first failing rank said; wait up to `patience` for it."""
-        return self._read(_FAULT, patience)
+        try:
+            return self._read(_FAULT, patience)
+        except RuntimeError:  # as above
+            return None

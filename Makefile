@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-c constraints-cpu.txt)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install format lint types test test-installed test-gpu bench demo check
+.PHONY: install format lint types test test-installed test-gpu bench compile-all demo check
 
 install: $(INSTALLED)
 
@@ -41,8 +41,14 @@ test-installed: install
 test-gpu: install
 	$(PYTHON) -m pytest tests -m "gpu or multigpu"
 
+# on a GPU: appends to bench/results and renews docs/benchmarks.md
 bench: install
 	$(PYTHON) -m pytest bench
+	$(PYTHON) bench/report.py
+
+# every kernel of the launch tables for every card, without a GPU: registers and spills
+compile-all: install
+	$(PYTHON) bench/compile_all.py
 
 demo: install
 	$(VENV)/bin/hexiseq demo

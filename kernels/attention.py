@@ -1,0 +1,143 @@
+"""Attention over segments: which implementation does the work.
+
+    float64, or tensors on the CPU      reference.py: the definition; float64 is the oracle's dtype
+    CUDA, bf16, fp16 or fp32            forward.py and backward.py, in Triton
+
+All else is a ValueError; nothing falls back silently. Triton is imported on first use, so that
+machines without it can plan and test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hexiseq_triton.kernels import reference
+from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, state_dtype
+from hexiseq_triton.segments import Segment
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor | None,
+    lse: torch.Tensor,
+    q_segments: Sequence[Segment],
+    kv_segments: Sequence[Segment],
+    heads: HeadMap,
+    options: AttentionOptions,
+    *,
+    first: bool = False,
+    out: torch.Tensor | None = None,
+    sm_margin: int = 0,
+) -> None:
+    """Let the queries see one more chunk of keys: update (o, lse) in place.
+
+    Args:
+        q: queries, [T, H, D]; their positions are `q_segments`.
+        k: keys, [T_kv, H_kv, D]; their positions are `kv_segments`.
+        v: values, as k.
+        o: running output, [T, H, D] in the state dtype; may be None with `first` and `out`.
+        lse: running log-sum-exp, [H, T] in the state dtype.
+        heads: which KV head each query head reads.
+        options: mask, scale and softcap.
+        first: there is no state yet: o and lse are written, and not read.
+        out: this is the last chunk: the output goes here, [T, H, D], in any float dtype.
+        sm_margin: multiprocessors to leave to other kernels.
+
+    Raises:
+        ValueError: if the device, a dtype, the head dimension or a stride is not supported.
+    """
+    if not by_reference(q):
+        from hexiseq_triton.kernels import forward
+
+        call = (q_segments, kv_segments, heads, options)
+        with torch.cuda.device(q.device):
+            forward.attention_forward(
+                q, k, v, o, lse, *call, first=first, out=out, sm_margin=sm_margin
+            )
+        return
+    if o is None:
+        assert first
+        assert out is not None
+        o = q.new_empty(q.shape, dtype=lse.dtype)
+    if first:
+        o.zero_()
+        lse.fill_(-torch.inf)
+    reference.attention_forward(q, k, v, o, lse, q_segments, kv_segments, heads, options)
+    if out is not None:
+        out.copy_(o)
+
+
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    q_segments: Sequence[Segment],
+    kv_segments: Sequence[Segment],
+    heads: HeadMap,
+    options: AttentionOptions,
+    *,
+    accumulate: bool = True,
+    sm_margin: int = 0,
+) -> None:
+    """Add one chunk's part of the gradients to dq, dk and dv, in place.
+
+    Args:
+        q: queries, [T, H, D].
+        k: keys of the chunk, [T_kv, H_kv, D].
+        v: values of the chunk, as k.
+        do: gradient of the output, as q.
+        lse: log-sum-exp over *all* keys of each query, [H, T] in the state dtype.
+        delta: row sums of do * o, [H, T] in the state dtype.
+        dq: gradient of q, [T, H, D] in the state dtype.
+        dk: gradient of k, [T_kv, H_kv, D] in the state dtype.
+        dv: gradient of v, as dk.
+        q_segments, kv_segments, heads, options: as in `attention_forward`.
+        accumulate: False writes dq, dk and dv, in any float dtype, and reads nothing from them.
+        sm_margin: multiprocessors to leave to other kernels.
+
+    Raises:
+        ValueError: if the device, a dtype, the head dimension or a stride is not supported.
+    """
+    call = (q_segments, kv_segments, heads, options)
+    if not by_reference(q):
+        from hexiseq_triton.kernels import backward
+
+        tensors = (q, k, v, do, lse, delta, dq, dk, dv)
+        with torch.cuda.device(q.device):
+            backward.attention_backward(*tensors, *call, accumulate=accumulate, sm_margin=sm_margin)
+        return
+    sums = [dq, dk, dv]
+    if not accumulate:
+        sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in sums]
+    reference.attention_backward(q, k, v, do, lse, delta, sums[0], sums[1], sums[2], *call)
+    if not accumulate:
+        for gradient, total in zip((dq, dk, dv), sums, strict=True):
+            gradient.copy_(total)
+
+
+def row_dots(do: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    """Return delta = rowsum(do * o), [H, T] in the state dtype, of do and o [T, H, D]."""
+    if not by_reference(do):
+        from hexiseq_triton.kernels import delta
+
+        with torch.cuda.device(do.device):
+            return delta.row_dots(do, o)
+    state = state_dtype(do.dtype)
+    return (do.to(state) * o.to(state)).sum(-1).T.contiguous()
+
+
+def by_reference(q: torch.Tensor) -> bool:
+    """Return whether the reference does the work, by the rule above."""
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q is on {q.device}; supported: cpu and cuda")
+    return q.device.type == "cpu" or q.dtype == torch.float64

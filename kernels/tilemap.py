@@ -1,0 +1,214 @@
+"""From segments to tiles: which blocks of keys each block of queries must visit.
+
+A *tile* is up to `block` rows of one segment. A *span* is a run of rows on the other side that the
+tile meets: *full* spans are whole blocks in which every pair is visible, so the kernel runs them
+without a mask; *edge* spans hold the rest. Tiles stand heaviest first.
+
+The map is one int32 array: tiles [num_tiles, TILE_FIELDS], then spans [num_spans, SPAN_FIELDS].
+
+    tile   row, num_rows, position, first full span, first edge span, last edge span + 1
+    span   row, num_rows, position
+
+A key at position j is seen by the queries at j - right ... j + left. So the map of key tiles and
+query spans, which dK and dV need, is the same map with the sides of the mask swapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numba
+import numpy as np
+import torch
+
+from hexiseq_triton.segments import Mask, Segment
+
+TILE_FIELDS = 6
+SPAN_FIELDS = 3
+_UNBOUNDED = 1 << 40  # farther than any two positions
+_EDGE_COST = 1.25  # a masked block against a full one
+_TILE_COST = 1.0  # what a tile costs besides its blocks
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """A tile map in device memory."""
+
+    table: torch.Tensor
+    num_tiles: int
+    ready: torch.cuda.Event | None
+    stream: int
+
+    def on_current_stream(self) -> TileMap:
+        """Let the current stream wait until the map has arrived."""
+        if self.ready is not None:
+            current = torch.cuda.current_stream(self.table.device)
+            if current.cuda_stream != self.stream:
+                current.wait_event(self.ready)
+        return self
+
+
+def query_tiles(
+    q_segments: Sequence[Segment],
+    kv_segments: Sequence[Segment],
+    mask: Mask,
+    block_m: int,
+    block_n: int,
+    device: torch.device,
+    *,
+    keep_empty: bool = False,
+) -> TileMap:
+    """Return the map of query tiles of `block_m` rows and key spans in blocks of `block_n`.
+
+    Tiles that see no key are left out, unless `keep_empty`: a launch that writes every row, and
+    not just those it changes, needs them. Maps are cached by all arguments.
+    """
+    args = (tuple(q_segments), tuple(kv_segments), mask, block_m, block_n, keep_empty, device)
+    return _cached_map(*args).on_current_stream()
+
+
+def key_tiles(
+    q_segments: Sequence[Segment],
+    kv_segments: Sequence[Segment],
+    mask: Mask,
+    block_m: int,
+    block_n: int,
+    device: torch.device,
+    *,
+    keep_empty: bool = False,
+) -> TileMap:
+    """Return the map of key tiles of `block_n` rows and query spans in blocks of `block_m`."""
+    swapped = Mask(mask.right, mask.left)
+    args = (tuple(kv_segments), tuple(q_segments), swapped, block_n, block_m, keep_empty, device)
+    return _cached_map(*args).on_current_stream()
+
+
+@lru_cache(maxsize=256)
+def _cached_map(
+    tile_segments: tuple[Segment, ...],
+    span_segments: tuple[Segment, ...],
+    mask: Mask,
+    tile_block: int,
+    span_block: int,
+    keep_empty: bool,
+    device: torch.device,
+) -> TileMap:
+    table, num_tiles = build_map(
+        tile_segments, span_segments, mask, tile_block, span_block, keep_empty=keep_empty
+    )
+    host = torch.from_numpy(table)
+    if device.type != "cuda":
+        return TileMap(host, num_tiles, None, 0)
+    with torch.cuda.device(device):
+        copy = host.pin_memory().to(device, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return TileMap(copy, num_tiles, ready, torch.cuda.current_stream().cuda_stream)
+
+
+def build_map(
+    tile_segments: Sequence[Segment],
+    span_segments: Sequence[Segment],
+    mask: Mask,
+    tile_block: int,
+    span_block: int,
+    *,
+    keep_empty: bool = False,
+) -> tuple[np.ndarray, int]:
+    """Return the map on the host, int32 [num_tiles * TILE_FIELDS + num_spans * SPAN_FIELDS],
+    and num_tiles; the row i of a tile sees the rows i - mask.left ... i + mask.right of a span."""
+    left = _UNBOUNDED if mask.left is None else mask.left
+    right = _UNBOUNDED if mask.right is None else mask.right
+    spanned = _as_array(span_segments)
+    rows = _first_rows(spanned)
+    by_document = np.argsort(spanned[:, 0], kind="stable")
+    tiles, spans, cost = _walk(
+        _as_array(tile_segments), spanned[by_document], rows[by_document],
+        left, right, tile_block, span_block, keep_empty,
+    )  # fmt: skip
+    heaviest_first = np.argsort(-cost, kind="stable")
+    return np.concatenate([tiles[heaviest_first].ravel(), spans.ravel()]), len(tiles)
+
+
+def _as_array(segments: Sequence[Segment]) -> np.ndarray:
+    """Return the segments as int64 [num_segments, 3]."""
+    flat = [number for segment in segments for number in segment]
+    return np.array(flat, dtype=np.int64).reshape(-1, 3)
+
+
+def _first_rows(segments: np.ndarray) -> np.ndarray:
+    """Return the row at which each segment begins."""
+    lengths = segments[:, 2] - segments[:, 1]
+    first: np.ndarray = np.cumsum(lengths) - lengths
+    return first
+
+
+@numba.njit(cache=True, nogil=True)
+def _walk(tile_segments, span_segments, span_rows, left, right, tile_block, span_block, keep_empty):
+    """Return tiles, spans and the cost of each tile; `span_segments` is sorted by document."""
+    num_tiles, num_spans = 0, 0
+    for s in range(len(tile_segments)):
+        document, start, stop = tile_segments[s]
+        here = -(-(stop - start) // tile_block)
+        first = np.searchsorted(span_segments[:, 0], document)
+        last = np.searchsorted(span_segments[:, 0], document, side="right")
+        num_tiles += here
+        num_spans += 3 * here * (last - first)  # an edge, full blocks, an edge
+    tiles = np.empty((num_tiles, TILE_FIELDS), np.int32)
+    spans = np.empty((num_spans, SPAN_FIELDS), np.int32)
+    cost = np.empty(num_tiles, np.float64)
+
+    tile, span, tile_row = 0, 0, 0
+    for s in range(len(tile_segments)):
+        document, start, stop = tile_segments[s]
+        first = np.searchsorted(span_segments[:, 0], document)
+        last = np.searchsorted(span_segments[:, 0], document, side="right")
+        for low in range(start, stop, tile_block):
+            high = min(low + tile_block, stop)
+            full_begin, num_full, num_edge = span, 0, 0
+            for t in range(first, last):
+                k_start, k_stop, k_row = span_segments[t, 1], span_segments[t, 2], span_rows[t]
+                _, begin, end, _ = _visible_range(
+                    low, high, k_start, k_stop, left, right, span_block
+                )
+                if begin < end:
+                    spans[span] = k_row + begin - k_start, end - begin, begin
+                    span += 1
+                    num_full += (end - begin) // span_block
+            edge_begin = span
+            for t in range(first, last):
+                k_start, k_stop, k_row = span_segments[t, 1], span_segments[t, 2], span_rows[t]
+                any_begin, begin, end, any_end = _visible_range(
+                    low, high, k_start, k_stop, left, right, span_block
+                )
+                for a, b in ((any_begin, begin), (end, any_end)):
+                    if a < b:
+                        spans[span] = k_row + a - k_start, b - a, a
+                        span += 1
+                        num_edge += -(-(b - a) // span_block)
+            if keep_empty or span > full_begin:
+                tiles[tile] = (
+                    tile_row + low - start, high - low, low, full_begin, edge_begin, span
+                )  # fmt: skip
+                cost[tile] = _TILE_COST + num_full + _EDGE_COST * num_edge
+                tile += 1
+        tile_row += stop - start
+    return tiles[:tile], spans[:span], cost[:tile]
+
+
+@numba.njit(cache=True, nogil=True)
+def _visible_range(low, high, k_start, k_stop, left, right, block):
+    """Return four positions: [1st, 4th) is visible to some row of [low, high), [2nd, 3rd) is whole
+    blocks visible to all rows."""
+    any_begin = max(k_start, low - left)
+    any_end = min(k_stop, high + right)
+    if any_begin >= any_end:
+        return 0, 0, 0, 0
+    begin = max(k_start, high - 1 - left)
+    end = min(k_stop, low + right + 1)
+    num_blocks = (end - begin) // block if end > begin else 0
+    if num_blocks == 0:  # one edge, and not two
+        return any_begin, any_begin, any_begin, any_end
+    return any_begin, begin, begin + num_blocks * block, any_end

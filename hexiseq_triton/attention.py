@@ -13,11 +13,12 @@ import torch
 
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
-from hexiseq_triton.heads import dkv_to_tokens, start_kv_to_heads, start_to_heads, to_tokens
-from hexiseq_triton.kernels import AttentionOptions, state_dtype
+from hexiseq_triton.heads import HeadExchange
+from hexiseq_triton.kernels import AttentionOptions, row_dots
+from hexiseq_triton.kernels.rotation import Rotation
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.ring import Ring
-from hexiseq_triton.rope import apply_rope
+from hexiseq_triton.rope import RopeLike, as_rope
 from hexiseq_triton.segments import Mask
 
 
@@ -32,7 +33,7 @@ def hexiseq_attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rope: RopeLike | None = None,
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -48,7 +49,8 @@ def hexiseq_attention(
         causal: a query sees no key after its own position.
         window_size: a query sees that many keys to its left and right; -1 is unbounded.
         softcap: caps scores at c * tanh(s / c); 0.0 is off.
-        rope: (cos, sin), each [T, D / 2] or [T, D], applied to q and k in half-split form.
+        rope: turns q and k on their way: (cos, sin), each [T, D / 2] or [T, D], for the half-split
+            form, or a `Rope`, for interleaved pairs and partial rotary too; without gradients.
         dropout_p: only 0.0.
         alibi_slopes: only None.
 
@@ -76,12 +78,13 @@ def hexiseq_attention(
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         mask = Mask.from_flash(causal, window_size)
         options = AttentionOptions(mask, float(scale), float(softcap))
-        context.agree_on_call(q.dtype, q.shape[-1], repr(options))
-    if rope is not None:
-        with context.guard():
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        rotation, style = None, "no rope"
+        if rope is not None:
+            rope = as_rope(rope)
+            rotation, style = rope.rotation(q), rope.style
+        context.agree_on_call(q.dtype, q.shape[-1], f"{options}, {style}")
     out: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, context, layout, options
+        q, k, v, context, layout, options, rotation
     )
     return out.reshape(shape)
 
@@ -128,49 +131,54 @@ class _Attention(torch.autograd.Function):
         context: ParallelContext,
         layout: BatchLayout,
         options: AttentionOptions,
+        rotation: Rotation | None,
     ) -> torch.Tensor:
         ctx.context, ctx.layout, ctx.options = context, layout, options
+        ctx.kv_shape = k.shape
         if layout.replica is None:
-            ctx.save_for_backward(k)
             return torch.zeros_like(q)
         with context.guard():
             span = context.timeline.span
+            heads = HeadExchange(context.heads, layout)
             with span("all-to-all in"):
-                kv, kv_pending = start_kv_to_heads(context.heads, layout, k, v)
-                q_heads, q_pending = start_to_heads(context.heads, layout, q, "queries")
-                kv_pending.wait()
-                q_pending.wait()
-            ring = Ring(context.routes, layout, kv, options, context.timeline)
-            o, lse = ring.forward(q_heads)
+                inputs = heads.start_inputs(q, k, v, rotation)
+                inputs.kv_pending.wait()
+                inputs.q_pending.wait()
+            ring = Ring(context.routes, layout, inputs.kv, options, context.timeline)
+            o, lse = ring.forward(inputs.q)
             with span("all-to-all out"):
-                out = to_tokens(context.heads, layout, o.to(q.dtype), "outputs")
-        ctx.intervals = list(kv)
-        ctx.save_for_backward(k, q_heads, lse, out, *kv.values())
+                out = heads.to_tokens(o, "outputs")
+        ctx.intervals = list(inputs.kv)
+        ctx.interleaved = rotation is not None and rotation.interleaved
+        angles = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+        ctx.save_for_backward(inputs.q, lse, out, *angles, *inputs.kv.values())
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (do,) = grads
         context, layout, options = ctx.context, ctx.layout, ctx.options
+        dk, dv = do.new_empty(ctx.kv_shape), do.new_empty(ctx.kv_shape)
         if layout.replica is None:
-            (k,) = ctx.saved_tensors
-            return torch.zeros_like(do), torch.zeros_like(k), torch.zeros_like(k), None, None, None
-        k, q_heads, lse, out, *parts = ctx.saved_tensors
+            return torch.zeros_like(do), dk.zero_(), dv.zero_(), None, None, None, None
+        q_heads, lse, out, cos, sin, *parts = ctx.saved_tensors
+        rotation = None if cos is None else Rotation(cos, sin, ctx.interleaved)
         with context.guard():
             span = context.timeline.span
+            heads = HeadExchange(context.heads, layout)
             kv = dict(zip(ctx.intervals, parts, strict=True))
-            state = state_dtype(do.dtype)
-            delta = (do.to(state) * out.to(state)).sum(-1)
+            do = do.contiguous()  # a gradient may be one number, expanded
+            delta = row_dots(do, out).T.contiguous()[..., None]
             with span("all-to-all in"):
-                do_heads, do_pending = start_to_heads(context.heads, layout, do, "gradients")
-                delta_heads, delta_pending = start_to_heads(context.heads, layout, delta, "delta")
+                do_heads, do_pending = heads.start_like_queries(do, "gradients")
+                delta_heads, delta_pending = heads.start_like_queries(delta, "delta")
                 do_pending.wait()
                 delta_pending.wait()
             ring = Ring(context.routes, layout, kv, options, context.timeline)
-            dq_heads, dkv = ring.backward(q_heads, do_heads, lse, delta_heads.T.contiguous())
+            dq_heads, dkv = ring.backward(
+                q_heads, do_heads, lse, delta_heads.squeeze(-1).T.contiguous()
+            )
             with span("all-to-all out"):
-                dq = to_tokens(context.heads, layout, dq_heads.to(do.dtype), "query gradients")
-                total = torch.zeros(k.shape[0], 2, *k.shape[1:], dtype=state, device=k.device)
-                dkv_to_tokens(context.heads, layout, dkv, total)
-        dk, dv = total.to(k.dtype).unbind(1)
-        return dq, dk, dv, None, None, None
+                dq = heads.to_tokens(dq_heads.to(do.dtype), "query gradients", rotation)
+                heads.kv_gradients_to_tokens(dkv, dk, dv, rotation)
+        return dq, dk, dv, None, None, None, None

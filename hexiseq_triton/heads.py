@@ -1,15 +1,23 @@
 """The ragged all-to-all inside a head-parallel group: tokens to heads, and heads to tokens.
 
-A rank holds s_d tokens of all heads, and afterwards its heads of all L_g tokens. It packs once, per
-destination; the blocks it receives stand one after the other and already are the result. Keys and
-values go in one tensor per atomic head interval, [L_g, 2, heads, D].
+A rank holds s_d tokens of all heads, and afterwards its heads of all L_g tokens. One launch packs
+all that it sends, turned by RoPE on the way; the blocks it receives stand one after the other and
+already are the result. On the way back the rows for each rank are contiguous, and one launch
+unpacks: it joins the heads, adds the replicas of KV heads in rank order, and turns gradients back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
 import torch
 
 from hexiseq_triton.channel import Channel, Message, Pending
+from hexiseq_triton.group_slots import Block, GroupSlots, group_slots, members_of
+from hexiseq_triton.kernels import pack_reference, state_dtype
+from hexiseq_triton.kernels.rotation import Rotation
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner.heads import HeadRange
 
@@ -17,87 +25,164 @@ KV = dict[HeadRange, torch.Tensor]
 """For each atomic interval of KV heads, keys and values [L_g, 2, heads, D]."""
 
 
-def start_kv_to_heads(
-    channel: Channel, layout: BatchLayout, k: torch.Tensor, v: torch.Tensor
-) -> tuple[KV, Pending]:
-    """Start moving k and v [s_d, H_kv, D] to the ranks whose query heads read them."""
-    packed = {
-        interval: torch.stack((k[:, slice(*interval)], v[:, slice(*interval)]), dim=1)
-        for share in layout.shares
-        for interval in layout.intervals(share)
-    }
-    total = layout.group_rows[-1][1]
-    kv = {
-        interval: k.new_empty(total, 2, interval[1] - interval[0], k.shape[-1])
-        for interval in layout.intervals(layout.share)
-    }
-    sends = [
-        (share.rank, packed[interval])
-        for share in layout.shares
-        for interval in layout.intervals(share)
-    ]
-    receives = [
-        (share.rank, kv[interval][slice(*rows)])
-        for share, rows in zip(layout.shares, layout.group_rows, strict=True)
-        for interval in kv
-    ]
-    return kv, channel.start(sends, receives, "the all-to-all of keys and values")
+class HeadInputs(NamedTuple):
+    """What a rank attends with; the tensors hold data only after their `wait`."""
+
+    q: torch.Tensor
+    kv: KV
+    q_pending: Pending
+    kv_pending: Pending
 
 
-def start_to_heads(
-    channel: Channel, layout: BatchLayout, x: torch.Tensor, what: str
-) -> tuple[torch.Tensor, Pending]:
-    """Start moving x [s_d, H, ...] to [L_g, h_d, ...], this rank's query heads of all tokens."""
-    if len(layout.shares) == 1:
-        return x, Pending((), (), what)
-    total = layout.group_rows[-1][1]
-    received = x.new_empty(total, layout.share.num_q_heads, *x.shape[2:])
-    sends = [(share.rank, x[:, slice(*share.q_heads)].contiguous()) for share in layout.shares]
-    receives = [
-        (share.rank, received[slice(*rows)])
-        for share, rows in zip(layout.shares, layout.group_rows, strict=True)
-    ]
-    return received, channel.start(sends, receives, f"the all-to-all of {what}")
+class HeadExchange:
+    """The all-to-alls of one rank under one layout.
 
-
-def to_tokens(channel: Channel, layout: BatchLayout, x: torch.Tensor, what: str) -> torch.Tensor:
-    """Move x [L_g, h_d, ...] back to [s_d, H, ...], all heads of this rank's tokens."""
-    if len(layout.shares) == 1:
-        return x
-    blocks = [
-        x.new_empty(layout.num_tokens, share.num_q_heads, *x.shape[2:]) for share in layout.shares
-    ]
-    sends = [
-        (share.rank, x[slice(*rows)].contiguous())
-        for share, rows in zip(layout.shares, layout.group_rows, strict=True)
-    ]
-    receives = [(share.rank, block) for share, block in zip(layout.shares, blocks, strict=True)]
-    channel.start(sends, receives, f"the all-to-all of {what}").wait()
-    in_head_order = sorted(zip(layout.shares, blocks, strict=True), key=lambda b: b[0].q_heads)
-    return torch.cat([block for _, block in in_head_order], dim=1)
-
-
-def dkv_to_tokens(channel: Channel, layout: BatchLayout, dkv: KV, total: torch.Tensor) -> None:
-    """Move dK and dV [L_g, 2, heads, D] to their tokens' owners and add them to `total`.
-
-    `total` is [s_d, 2, H_kv, D] in the dtype of dkv. Where a KV head is replicated its parts are
-    added in the group's rank order, so the sum is the same in every run.
+    Args:
+        channel: the ranks of the group.
+        layout: who holds what.
     """
-    sends: list[Message] = [
-        (share.rank, part[slice(*rows)])
-        for share, rows in zip(layout.shares, layout.group_rows, strict=True)
-        for part in dkv.values()
-    ]
-    blocks = [
-        (
-            share.rank,
-            interval,
-            total.new_empty(*total.shape[:2], interval[1] - interval[0], total.shape[-1]),
+
+    def __init__(self, channel: Channel, layout: BatchLayout) -> None:
+        self._channel = channel
+        self._members = members_of(layout)
+        self._rank = layout.rank
+        self._num_q_heads = layout.share.num_q_heads
+        self._tokens = layout.num_tokens
+        self._group_tokens = layout.group_rows[-1][1]
+
+    def start_inputs(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
+    ) -> HeadInputs:
+        """Start moving q [s_d, H, D], k and v [s_d, H_kv, D] to the ranks of their heads.
+
+        Keys and values leave first. With `rotation` q and k arrive turned.
+        """
+        q_stays = self._stays(rotation)
+        slots = self._slots(kv=True, q=not q_stays)
+        away, own = _pack((k, v) if q_stays else (k, v, q), slots, rotation)
+        kv = {
+            heads: own[slice(*held)].view(self._group_tokens, 2, heads[1] - heads[0], k.shape[-1])
+            for heads, held in slots.kv_own.items()
+        }
+        kv_pending = self._channel.start(
+            _blocks(away, slots.kv_away),
+            self._rows_of_others(kv.values()),
+            "the all-to-all of keys and values",
         )
-        for share in layout.shares
-        for interval in layout.intervals(share)
-    ]
-    receives = [(rank, block) for rank, _, block in blocks]
-    channel.start(sends, receives, "the all-to-all of key and value gradients").wait()
-    for _, interval, block in blocks:
-        total[:, :, slice(*interval)] += block
+        if q_stays:
+            return HeadInputs(_with_unit_stride(q), kv, Pending((), (), "queries"), kv_pending)
+        q_heads, q_pending = self._start_queries(away, own, slots, "queries")
+        return HeadInputs(q_heads, kv, q_pending, kv_pending)
+
+    def start_like_queries(self, x: torch.Tensor, what: str) -> tuple[torch.Tensor, Pending]:
+        """Start moving x [s_d, H, D] to [L_g, h_d, D], this rank's query heads of all tokens."""
+        if self._stays(None):
+            return _with_unit_stride(x), Pending((), (), what)
+        slots = self._slots(q=True)
+        return self._start_queries(*_pack((x,), slots, None), slots, what)
+
+    def to_tokens(
+        self, x: torch.Tensor, what: str, rotation: Rotation | None = None
+    ) -> torch.Tensor:
+        """Move x [L_g, h_d, D] back to [s_d, H, D], all heads of this rank's tokens.
+
+        With `rotation` x is a gradient of what that turned, and arrives turned back.
+        """
+        if self._stays(rotation):
+            return x
+        slots = self._slots(q=True)
+        away = x.new_empty(slots.num_away, x.shape[-1])
+        self._channel.start(
+            self._rows_of_others([x]), _blocks(away, slots.q_away), f"the all-to-all of {what}"
+        ).wait()
+        num_heads = max(member.q_heads[1] for member in self._members)
+        tokens = x.new_empty(self._tokens, num_heads, x.shape[-1])
+        _movers(x).unpack(away, _flat(x), (tokens,), slots.pieces, rotation)
+        return tokens
+
+    def kv_gradients_to_tokens(
+        self, dkv: KV, dk: torch.Tensor, dv: torch.Tensor, rotation: Rotation | None
+    ) -> None:
+        """Move the parts of dK and dV [L_g, 2, heads, D] to their tokens' owners, into dk and dv.
+
+        dk and dv are [s_d, H_kv, D], the parts in their state dtype. Replicas of a KV head are
+        added in the group's rank order, so the sum is the same in every run; dk is turned back.
+        """
+        slots = self._slots(kv=True)
+        empty = dk.new_empty(0, dk.shape[-1], dtype=state_dtype(dk.dtype))
+        parts = [_flat(part) for part in dkv.values()]
+        own = parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
+        away = empty.new_empty(slots.num_away, dk.shape[-1])
+        self._channel.start(
+            self._rows_of_others(dkv.values()),
+            _blocks(away, slots.kv_away),
+            "the all-to-all of key and value gradients",
+        ).wait()
+        _movers(away).unpack(away, own, (dk, dv), slots.pieces, rotation)
+
+    # ---------------------------------------------------------------- the two buffers
+
+    def _stays(self, rotation: Rotation | None) -> bool:
+        """Return whether queries need no move at all: a group of one, and nothing to turn."""
+        return len(self._members) == 1 and rotation is None
+
+    def _slots(self, *, kv: bool = False, q: bool = False) -> GroupSlots:
+        return group_slots(self._members, self._rank, kv=kv, q=q)
+
+    def _rows_of_others(self, tensors: Iterable[torch.Tensor]) -> list[Message]:
+        """Return each other rank's rows of `tensors`, which hold all rows of some heads."""
+        kept = list(tensors)
+        return [
+            (member.rank, tensor[slice(*member.rows)])
+            for member in self._members
+            if member.rank != self._rank
+            for tensor in kept
+        ]
+
+    def _start_queries(
+        self, away: torch.Tensor, own: torch.Tensor, slots: GroupSlots, what: str
+    ) -> tuple[torch.Tensor, Pending]:
+        held = own[slice(*slots.q_own)]
+        x = held.view(self._group_tokens, self._num_q_heads, own.shape[-1])
+        pending = self._channel.start(
+            _blocks(away, slots.q_away), self._rows_of_others([x]), f"the all-to-all of {what}"
+        )
+        return x, pending
+
+
+def _pack(
+    tensors: Sequence[torch.Tensor], slots: GroupSlots, rotation: Rotation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the buffers `away` and `own`, each [slots, D], with this rank's tokens in place."""
+    tensors = [_with_unit_stride(x) for x in tensors]
+    like = tensors[0]
+    away = like.new_empty(slots.num_away, like.shape[-1])
+    own = like.new_empty(slots.num_own, like.shape[-1])
+    _movers(own).pack(tensors, away, own, slots.pieces, rotation)
+    return away, own
+
+
+def _blocks(away: torch.Tensor, blocks: Sequence[Block]) -> list[Message]:
+    return [(block.rank, away[slice(*block.slots)]) for block in blocks]
+
+
+def _with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """Return x as kernels take it; the gradient of a sum, say, is one number expanded."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., D] as slots, [n, D]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _movers(x: torch.Tensor) -> ModuleType:
+    """Return who packs and unpacks buffers like x: the Triton kernel, or its definition.
+
+    The definition works on the CPU, in float64, the oracle's dtype, and on delta, whose D is 1.
+    """
+    if x.device.type == "cpu" or x.dtype == torch.float64 or x.shape[-1] == 1:
+        return pack_reference
+    from hexiseq_triton.kernels import pack  # needs Triton
+
+    return pack

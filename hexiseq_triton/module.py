@@ -8,6 +8,7 @@ from torch import nn
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.rope import RopeLike
 
 
 class HexiSeqAttention(nn.Module):
@@ -38,7 +39,7 @@ class HexiSeqAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         layout: BatchLayout,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rope: RopeLike | None = None,
     ) -> torch.Tensor:
         """Return the output of q, k, v: this rank's rows, [T, H, D] or [B, S, H, D]."""
         return hexiseq_attention(

@@ -32,6 +32,7 @@ from hexiseq_triton.timeline import Timeline
 class _Chunk:
     """Keys and values of one head interval, and the local query heads that read them."""
 
+    interval: HeadRange
     kv: torch.Tensor
     segments: Sequence[Segment]
     q_heads: slice
@@ -64,32 +65,46 @@ class Ring:
         self._timeline = timeline
 
     def forward(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return o [L_g, h_d, D] and lse [h_d, L_g] of q [L_g, h_d, D], in the state dtype."""
+        """Return the output [L_g, h_d, D] of q, alike, and lse [h_d, L_g] in the state dtype."""
         state = state_dtype(q.dtype)
-        o = torch.zeros(q.shape, dtype=state, device=q.device)
-        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=state, device=q.device)
-        for _, chunks in self._walk():
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=state, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        last = self._last_steps()
+        alone = all(step is None for step in last.values())  # nothing arrives: no state to carry
+        o = None if alone else torch.empty(q.shape, dtype=state, device=q.device)
+        for step, chunks in self._walk():
             for chunk in chunks:
+                is_last = last[chunk.interval] is step
                 with self._timeline.span("attention"):
                     attention_forward(
                         q[:, chunk.q_heads],
                         chunk.kv[:, 0],
                         chunk.kv[:, 1],
-                        o[:, chunk.q_heads],
+                        None if o is None else o[:, chunk.q_heads],
                         lse[chunk.q_heads],
                         self._layout.own_group_segments,
                         chunk.segments,
                         chunk.heads,
                         self._options,
+                        first=step is None,
+                        out=out[:, chunk.q_heads] if is_last else None,
                     )
-        return o, lse
+        return out, lse
+
+    def _last_steps(self) -> dict[HeadRange, Round | None]:
+        """Return the round in which each interval's last chunk arrives; None for its own chunk."""
+        last: dict[HeadRange, Round | None] = dict.fromkeys(self._kv)
+        for step in self._layout.rounds(self._options.mask):
+            if step.arrival:
+                last[step.arrival.kv_heads] = step
+        return last
 
     def backward(
         self, q: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
     ) -> tuple[torch.Tensor, KV]:
         """Return dq [L_g, h_d, D] and the gradients of this rank's kv, in the state dtype."""
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        dkv = {interval: torch.zeros_like(kv, dtype=lse.dtype) for interval, kv in self._kv.items()}
+        dq = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
+        dkv = {interval: torch.empty_like(kv, dtype=lse.dtype) for interval, kv in self._kv.items()}
         returning: deque[tuple[Round, torch.Tensor | None, Pending]] = deque()
         for step, chunks in self._walk():
             partials = [] if step else list(dkv.values())
@@ -111,6 +126,7 @@ class Ring:
                         chunk.segments,
                         chunk.heads,
                         self._options,
+                        accumulate=step is not None,  # own chunks come first, and write
                     )
             if step:
                 returning.append(self._start_return(step, partials, lse.dtype))
@@ -148,7 +164,8 @@ class Ring:
         start, stop = self._layout.share.q_heads
         per_kv = self._layout.plan.q_per_kv
         first, last = max(start, interval[0] * per_kv), min(stop, interval[1] * per_kv)
-        return _Chunk(kv, segments, slice(first - start, last - start), HeadMap(first, per_kv))
+        q_heads = slice(first - start, last - start)
+        return _Chunk(interval, kv, segments, q_heads, HeadMap(first, per_kv))
 
     def _start_round(self, step: Round) -> tuple[torch.Tensor | None, Pending]:
         sends, receives, arrived = [], [], None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from assertions import assert_as_close_as
 from dense import dense_attention
 from pool import TIMEOUT
 
@@ -93,6 +94,21 @@ def largest_errors(
             return {}
         expected = dense(tensors, lengths, **options)
         return {name: _largest(a - b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+
+
+def check_low_precision(
+    rank: int, plan: Plan, lengths: Sequence[int], head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """Worker: the plan errs about as little as plain attention in the same dtype does."""
+    with init(plan, device=this_device(device, rank), timeout=TIMEOUT) as context:
+        tensors = random_qkv(plan, sum(lengths), head_dim, seed=3, dtype=dtype)
+        found = planned(context, tensors, lengths, causal=True)
+        if context.replica is None:
+            return
+        exact = dense({name: x.double() for name, x in tensors.items()}, lengths, causal=True)
+        plain = dense(tensors, lengths, causal=True)
+        for actual, reference, low in zip(found, exact, plain, strict=True):
+            assert_as_close_as(actual, reference, low)
 
 
 def _largest(difference: torch.Tensor) -> float:

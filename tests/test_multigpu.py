@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import largest_errors
+from equality import check_low_precision, largest_errors
 from pool import Pool
 
 from hexiseq_triton.planner import ExchangePlan, Plan, Split
@@ -63,3 +63,12 @@ def test_plans_equal_dense_attention_on_nccl(gpus: Pool, name: str, batch: str) 
         errors = [error for rank in found for error in rank.values()]
         assert errors
         assert max(errors) <= 1e-10
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in PLANS if len(PLANS[name].replicas) == 1])
+def test_kernels_under_a_plan_err_no_more_than_plain_attention(
+    gpus: Pool, name: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    gpus.run(check_low_precision, PLANS[name], BATCHES["packed"], head_dim, dtype, "cuda")

@@ -1,0 +1,321 @@
+"""Pack what a rank sends in one launch, and unpack what it gets back, turned on the way.
+
+Heads of [T, H, D] tensors move to or from slots of two flat buffers (see pieces.py), optionally by
+way of a rotation (see rotation.py) computed in float32. Packing reads each element once and writes
+it to every place; unpacking reads every place once, adds in order, and rounds once.
+
+A program moves ROWS tokens of one chunk, at most MOST_HEADS heads, whose cosines and sines it
+loads once. Neighbouring programs work on the same tokens, so that rows of memory stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from hexiseq_triton.kernels.pieces import CHUNK_FIELDS, PLACE_FIELDS, Pieces
+from hexiseq_triton.kernels.rotation import Rotation
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+MOST_TENSORS = 3
+# of 14 choices the one whose worst case is best: 93% of the copy rate in bench_pack on an H100
+BLOCK_BYTES = 16384  # of one head that a program holds at once, over its rows
+NUM_WARPS = 8
+
+_CHUNK_FIELDS = tl.constexpr(CHUNK_FIELDS)
+_PLACE_FIELDS = tl.constexpr(PLACE_FIELDS)
+
+
+@triton.jit
+def _slots(ends, i, D: tl.constexpr):
+    """Return where this head's slots begin in place number i, [ROWS]."""
+    _, away, own, places, _, head, row = ends
+    place = places + i * _PLACE_FIELDS
+    buffer = tl.where(tl.load(place) != 0, own, away)
+    return buffer + (tl.load(place + 1) + row * tl.load(place + 2) + head) * D
+
+
+@triton.jit
+def _read(ends, columns, mask, D: tl.constexpr, UNPACK: tl.constexpr):
+    """Return columns of one head in float32: the tensor's, or the sum of all places'."""
+    if UNPACK:
+        x = tl.load(_slots(ends, 0, D)[:, None] + columns, mask=mask).to(tl.float32)
+        for i in range(1, ends[4]):
+            x += tl.load(_slots(ends, i, D)[:, None] + columns, mask=mask).to(tl.float32)
+    else:
+        x = tl.load(ends[0][:, None] + columns, mask=mask).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _write(x, ends, columns, mask, D: tl.constexpr, UNPACK: tl.constexpr):
+    """Store columns of one head: to the tensor, or to every place."""
+    if UNPACK:
+        tl.store(ends[0][:, None] + columns, x.to(ends[0].dtype.element_ty), mask=mask)
+    else:
+        x = x.to(ends[1].dtype.element_ty)
+        for i in range(ends[4]):
+            tl.store(_slots(ends, i, D)[:, None] + columns, x, mask=mask)
+
+
+@triton.jit
+def _move(
+    ends, inside,
+    D: tl.constexpr, FIRST: tl.constexpr, PAD: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """Copy columns [FIRST, D) of one head."""
+    columns = FIRST + tl.arange(0, PAD)[None, :]
+    mask = inside[:, None] & (columns < D)
+    _write(_read(ends, columns, mask, D, UNPACK), ends, columns, mask, D, UNPACK)
+
+
+@triton.jit
+def _turn_halves(
+    ends, inside, cos, sin,
+    D: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """Move columns [0, 2 HALF) of one head; column i turns with column i + HALF."""
+    columns = tl.arange(0, PAD)[None, :]
+    mask = inside[:, None] & (columns < HALF)
+    a = _read(ends, columns, mask, D, UNPACK)
+    b = _read(ends, columns + HALF, mask, D, UNPACK)
+    _write(a * cos - b * sin, ends, columns, mask, D, UNPACK)
+    _write(b * cos + a * sin, ends, columns + HALF, mask, D, UNPACK)
+
+
+@triton.jit
+def _turn_pairs(
+    ends, inside, cos, sin,
+    D: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, UNPACK: tl.constexpr,
+):  # fmt: skip
+    """Move columns [0, 2 HALF) of one head; column 2 i turns with column 2 i + 1."""
+    columns = tl.arange(0, 2 * PAD)[None, :]
+    mask = inside[:, None] & (columns < 2 * HALF)
+    pairs = _read(ends, columns, mask, D, UNPACK).reshape(inside.shape[0], PAD, 2)
+    a, b = tl.split(pairs)
+    turned = tl.join(a * cos - b * sin, b * cos + a * sin).reshape(inside.shape[0], 2 * PAD)
+    _write(turned, ends, columns, mask, D, UNPACK)
+
+
+@triton.jit
+def _angles(table, row, inside, stride_row, stride_column, HALF: tl.constexpr, PAD: tl.constexpr):
+    """Return cosines or sines of the program's tokens in float32, [ROWS, PAD]."""
+    columns = tl.arange(0, PAD)[None, :]
+    at = (table + row * stride_row)[:, None] + columns * stride_column
+    return tl.load(at, mask=inside[:, None] & (columns < HALF)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
+def _move_kernel(
+    x0, x1, x2, away, own, cos, sin, chunks, places,
+    num_rows, num_chunks,
+    stride_0t, stride_0h, stride_1t, stride_1h, stride_2t, stride_2h,
+    stride_cost, stride_cosd, stride_sint, stride_sind,
+    UNPACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+):  # fmt: skip
+    chunk = chunks + tl.program_id(0) % num_chunks * _CHUNK_FIELDS
+    row = (tl.program_id(0) // num_chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    tensor = tl.load(chunk)
+    first_head = tl.load(chunk + 1)
+    num_heads = tl.load(chunk + 2)
+    turns = tl.load(chunk + 3)
+    places += tl.load(chunk + 4) * _PLACE_FIELDS
+    num_places = tl.load(chunk + 5)
+
+    x = tl.where(tensor == 0, x0, tl.where(tensor == 1, x1, x2))
+    stride_t = tl.where(tensor == 0, stride_0t, tl.where(tensor == 1, stride_1t, stride_2t))
+    stride_h = tl.where(tensor == 0, stride_0h, tl.where(tensor == 1, stride_1h, stride_2h))
+    lines = x + first_head * stride_h + row * stride_t
+
+    if HALF == 0:
+        turns = 0
+    if turns == 0:
+        for head in range(num_heads):
+            ends = (lines + head * stride_h, away, own, places, num_places, head, row)
+            _move(ends, inside, D, 0, PAD, UNPACK)
+    else:
+        # [ROWS, HALF_PAD]
+        c = _angles(cos, row, inside, stride_cost, stride_cosd, HALF, HALF_PAD)
+        s = _angles(sin, row, inside, stride_sint, stride_sind, HALF, HALF_PAD)
+        if UNPACK:
+            s = -s
+        for head in range(num_heads):
+            ends = (lines + head * stride_h, away, own, places, num_places, head, row)
+            if INTERLEAVED:
+                _turn_pairs(ends, inside, c, s, D, HALF, HALF_PAD, UNPACK)
+            else:
+                _turn_halves(ends, inside, c, s, D, HALF, HALF_PAD, UNPACK)
+            if 2 * HALF < D:
+                _move(ends, inside, D, 2 * HALF, REST_PAD, UNPACK)
+
+
+def pack(
+    tensors: Sequence[torch.Tensor],
+    away: torch.Tensor,
+    own: torch.Tensor,
+    pieces: Pieces,
+    rotation: Rotation | None = None,
+) -> None:
+    """Write every piece to its places in the flat buffers, turned on the way.
+
+    Args:
+        tensors: what to pack, at most three, each [T, H, D] bf16, fp16 or fp32 with its own H;
+            the last stride is 1, D a multiple of 8 up to 256.
+        away: the slots that will be sent, [slots, D], contiguous; of these dtypes, maybe another.
+        own: the slots that stay, as `away`.
+        pieces: which heads stand where.
+        rotation: how the pieces that turn do so; None copies all.
+
+    Raises:
+        ValueError: if a tensor is not like that.
+    """
+    _launch(tensors, away, own, pieces, rotation, UNPACK=False)
+
+
+def unpack(
+    away: torch.Tensor,
+    own: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    pieces: Pieces,
+    rotation: Rotation | None = None,
+) -> None:
+    """Write to every piece the sum of its places, turned back; rounded once, at the end.
+
+    Args:
+        away: the slots that arrived, [slots, D] bf16, fp16 or fp32, contiguous.
+        own: the slots that stayed, as `away`.
+        tensors: where to, at most three, as in `pack`; their dtype may differ from the slots'.
+        pieces: which heads stand where; a piece's places are added in their order.
+        rotation: what `pack` turned by; None copies all.
+
+    Raises:
+        ValueError: if a tensor is not like that.
+    """
+    _launch(tensors, away, own, pieces, rotation, UNPACK=True)
+
+
+def _launch(
+    tensors: Sequence[torch.Tensor],
+    away: torch.Tensor,
+    own: torch.Tensor,
+    pieces: Pieces,
+    rotation: Rotation | None,
+    **direction: bool,
+) -> None:
+    _check_tensors(tensors, pieces)
+    num_tokens, _, head_dim = tensors[0].shape
+    buffers = (("away", away), ("own", own))
+    for (name, buffer), slots in zip(buffers, pieces.num_slots(num_tokens), strict=True):
+        _check_buffer(name, buffer, slots, away.dtype, tensors[0])
+    if rotation is not None:
+        _check_rotation(rotation, tensors[0])
+    device = tensors[0].device
+    chunks, places = pieces.tables(device)
+    if not num_tokens or not len(chunks):
+        return
+
+    half = rotation.num_turned // 2 if rotation else 0
+    cos, sin = (rotation.cos, rotation.sin) if half and rotation else (away, away)
+    padded = triton.next_power_of_2(head_dim)
+    rows = BLOCK_BYTES // (padded * max(tensors[0].element_size(), away.element_size()))
+    first, second, third = (*tensors, *[tensors[0]] * (MOST_TENSORS - len(tensors)))
+    _move_kernel[(triton.cdiv(num_tokens, rows) * len(chunks),)](
+        first,
+        second,
+        third,
+        away,
+        own,
+        cos,
+        sin,
+        chunks,
+        places,
+        num_tokens,
+        len(chunks),
+        *first.stride()[:2],
+        *second.stride()[:2],
+        *third.stride()[:2],
+        *cos.stride(),
+        *sin.stride(),
+        **direction,
+        INTERLEAVED=rotation is not None and rotation.interleaved,
+        ROWS=rows,
+        D=head_dim,
+        PAD=padded,
+        HALF=half,
+        HALF_PAD=triton.next_power_of_2(max(1, half)),
+        REST_PAD=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        num_warps=NUM_WARPS,
+    )
+
+
+def _check_tensors(tensors: Sequence[torch.Tensor], pieces: Pieces) -> None:
+    num_heads = pieces.num_heads
+    least = 1 + max(num_heads, default=0)
+    if not least <= len(tensors) <= MOST_TENSORS:
+        raise ValueError(f"got {len(tensors)} tensors; expected {least} to {MOST_TENSORS}")
+    like = tensors[0]
+    for i, x in enumerate(tensors):
+        if x.dim() != 3:
+            raise ValueError(f"tensor {i} has shape {tuple(x.shape)}; expected [T, H, D]")
+        if x.shape[1] < num_heads.get(i, 0):
+            raise ValueError(f"tensor {i} has {x.shape[1]} heads; its pieces {num_heads[i]}")
+        _check_dtype(f"tensor {i}", x.dtype)
+        if (x.shape[0], x.shape[2]) != (like.shape[0], like.shape[2]):
+            raise ValueError(
+                f"tensor {i} has shape {tuple(x.shape)}, tensor 0 {tuple(like.shape)}; "
+                "tokens and head dimension must agree"
+            )
+        if x.dtype != like.dtype or x.device != like.device:
+            raise ValueError(
+                f"tensor {i} is {x.dtype} on {x.device}, tensor 0 {like.dtype} on {like.device}"
+            )
+        if x.numel() and x.stride(2) != 1:
+            raise ValueError(f"tensor {i} has last stride {x.stride(2)}; it must be 1")
+    if like.shape[2] % 8 or not 0 < like.shape[2] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head dimension {like.shape[2]} is not supported; multiples of 8 up to {MAX_HEAD_DIM}"
+        )
+
+
+def _check_buffer(
+    name: str, buffer: torch.Tensor, slots: int, dtype: torch.dtype, like: torch.Tensor
+) -> None:
+    _check_dtype(name, buffer.dtype)
+    d = like.shape[2]
+    if buffer.dim() != 2 or buffer.shape[1] != d or not buffer.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(buffer.shape)} and strides {buffer.stride()}; "
+            f"expected [slots, {d}], contiguous"
+        )
+    if len(buffer) < slots:
+        raise ValueError(f"{name} has {len(buffer)} slots; its pieces need {slots}")
+    if buffer.dtype != dtype or buffer.device != like.device:
+        raise ValueError(
+            f"{name} is {buffer.dtype} on {buffer.device}; expected {dtype} on {like.device}"
+        )
+
+
+def _check_rotation(rotation: Rotation, like: torch.Tensor) -> None:
+    for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
+        _check_dtype(name, table.dtype)
+        if table.dim() != 2 or table.shape != rotation.cos.shape or len(table) != len(like):
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)}; expected [{len(like)}, R / 2]"
+            )
+        if table.device != like.device:
+            raise ValueError(f"{name} is on {table.device}, the tensors on {like.device}")
+    if rotation.num_turned > like.shape[2]:
+        raise ValueError(
+            f"{rotation.num_turned} dimensions turn; the head dimension is {like.shape[2]}"
+        )
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype}; the kernel takes {', '.join(map(str, DTYPES))}")

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
         PeerError,
         PlanError,
     )
+    from hexiseq_triton.flash import flash_attn_func, flash_attn_varlen_func
     from hexiseq_triton.layout import BatchLayout
     from hexiseq_triton.module import HexiSeqAttention
     from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split, Workload, plan
+    from hexiseq_triton.rope import Rope
     from hexiseq_triton.shard import LocalBatch
 
 _HOME = {
@@ -44,8 +46,11 @@ _HOME = {
     "PeerError": "errors",
     "Plan": "planner",
     "PlanError": "errors",
+    "Rope": "rope",
     "Split": "planner",
     "Workload": "planner",
+    "flash_attn_func": "flash",
+    "flash_attn_varlen_func": "flash",
     "hexiseq_attention": "attention",
     "init": "context",
     "plan": "planner",
@@ -65,8 +70,11 @@ __all__ = [
     "PeerError",
     "Plan",
     "PlanError",
+    "Rope",
     "Split",
     "Workload",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "hexiseq_attention",
     "init",
     "plan",

@@ -1,0 +1,187 @@
+"""Attention on one GPU under flash-attention 2's names: argument order, defaults and meaning.
+
+What is the same: causal masks and windows are aligned at the bottom right (the last query of a
+document stands at its last key), window bounds are inclusive, -1 is unbounded, query head h reads
+KV head h // (H / H_kv), and a query that sees no key gives 0. What is not supported raises.
+
+What differs: `deterministic` changes nothing, since every result is; lse may be differentiated;
+cu_seqlens may be on the CPU, which saves reading them from the GPU; `None` in a window is -1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hexiseq_triton.errors import InputError
+from hexiseq_triton.kernels.ops import packed_forward
+from hexiseq_triton.segments import Mask
+
+Window = tuple[int | None, int | None]
+Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+"""The output or, with `return_attn_probs`, (output, lse, None)."""
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Attended:
+    """Attend over packed documents, each for itself. Differentiable, and torch.compile takes it.
+
+    The host needs the document lengths. Reading cu_seqlens from a GPU waits for the GPU, once for
+    each tensor: keep one tensor for all layers, change it only by PyTorch operations, or pass CPU
+    tensors and nothing waits.
+
+    Args:
+        q: queries, [T, H, D] bf16, fp16 or fp32, any strides.
+        k: keys, [T_kv, H_kv, D]; H_kv divides H.
+        v: values, as k.
+        cu_seqlens_q: row at which each document begins in q, then T; [num_docs + 1] int32 or
+            int64. Documents may be empty.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q: the most queries of a document, or more; None does not check.
+        max_seqlen_k: the most keys of a document, or more.
+        dropout_p: only 0.0.
+        softmax_scale: multiplies q . k; D ** -0.5 if left out.
+        causal: a query sees no key after its own position.
+        window_size: a query sees that many keys to its left and right; -1 is unbounded.
+        softcap: caps scores at c * tanh(s / c); 0.0 is off.
+        alibi_slopes: only None.
+        deterministic: accepted; results are deterministic either way.
+        return_attn_probs: return (out, lse, None) and not just out.
+        block_table: only None.
+
+    Returns:
+        out, in the shape and dtype of q; 0 where a query sees no key. With `return_attn_probs`
+        also lse, [H, T] fp32 (fp64 for fp64 inputs): natural log of the sum of exp of each
+        query's scores, after scale and softcap; -inf where it sees no key.
+
+    Raises:
+        InputError: if tensors don't fit each other or an argument is not supported.
+        ConfigError: if a side of the window is below -1.
+    """
+    _refuse_unsupported(dropout_p, alibi_slopes, block_table)
+    _check_tensors(q, k, v, "[T, heads, head_dim]")
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = _attend(q, k, v, documents, softmax_scale, causal, window_size, softcap)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Attended:
+    """Attend over sequences of equal length; nothing waits for the GPU.
+
+    Args:
+        q: queries, [B, S, H, D] bf16, fp16 or fp32; no copy is made where [B * S, H, D] is a view.
+        k: keys, [B, S_kv, H_kv, D]; H_kv divides H, S_kv may differ from S.
+        v: values, as k.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            return_attn_probs: as in `flash_attn_varlen_func`.
+
+    Returns:
+        out, in the shape and dtype of q; with `return_attn_probs` (out, lse, None), where lse is
+        [B, H, S].
+
+    Raises:
+        InputError: if tensors don't fit each other or an argument is not supported.
+        ConfigError: if a side of the window is below -1.
+    """
+    _refuse_unsupported(dropout_p, alibi_slopes, None)
+    _check_tensors(q, k, v, "[batch, seq, heads, head_dim]")
+    batch, seq_q, num_heads, _ = q.shape
+    if k.shape[0] != batch:
+        raise InputError(f"k has batch size {k.shape[0]}, q {batch}; they must be alike")
+    starts = torch.arange(batch + 1)
+    documents = (starts * seq_q, starts * k.shape[1], None, None)
+    rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    out, lse = _attend(*rows, documents, softmax_scale, causal, window_size, softcap)
+    out = out.view(q.shape)
+    if not return_attn_probs:
+        return out
+    return out, lse.view(num_heads, batch, seq_q).transpose(0, 1).contiguous(), None
+
+
+def _refuse_unsupported(
+    dropout_p: float, alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None
+) -> None:
+    if dropout_p:
+        raise InputError(f"dropout_p is {dropout_p}; attention dropout is not supported: use 0.0")
+    if alibi_slopes is not None:
+        raise InputError("alibi_slopes is given; ALiBi is not supported: leave it out")
+    if block_table is not None:
+        raise InputError("block_table is given; a paged KV cache is not supported: leave it out")
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    num_dims = layout.count(",") + 1
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != num_dims:
+            raise InputError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
+        if x.dtype != q.dtype or not x.dtype.is_floating_point:
+            raise InputError(f"{name} is {x.dtype}, q {q.dtype}; all must be one floating dtype")
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device}, q on {q.device}; they must be together")
+    if v.shape != k.shape:
+        raise InputError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be alike")
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(f"k has head dimension {k.shape[-1]}, q {q.shape[-1]}; they must be alike")
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    if not num_heads or not num_kv_heads or num_heads % num_kv_heads:
+        raise InputError(
+            f"q has {num_heads} heads, k {num_kv_heads}; q needs a multiple of the heads of k"
+        )
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"{name} is {cu_seqlens.dtype}; use torch.int32 or torch.int64")
+    if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
+        raise InputError(f"{name} has shape {tuple(cu_seqlens.shape)}; expected [num_docs + 1]")
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: tuple[torch.Tensor, torch.Tensor, int | None, int | None],
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse of packed documents."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if scale <= 0.0:
+        raise InputError(f"softmax_scale is {scale}; it must be positive")
+    if softcap < 0.0:
+        raise InputError(f"softcap is {softcap}; it must be positive, or 0.0 for none")
+    left, right = (-1 if side is None else side for side in window_size)
+    mask = Mask.from_flash(causal, (left, right))
+    out, lse = packed_forward(q, k, v, *documents, *mask, scale, float(softcap))
+    return out, lse

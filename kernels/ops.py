@@ -1,0 +1,181 @@
+"""Attention over packed documents as two PyTorch operators, for autograd and torch.compile.
+
+    hexiseq_triton::attention_forward    q, k, v                  -> out, lse
+    hexiseq_triton::attention_backward   do, q, k, v, out, lse    -> dq, dk, dv
+
+The documents come as cu_seqlens *tensors*, and the operators read them inside. A compiled graph
+then holds one opaque node whose output shapes follow from q and k alone: no graph break where the
+numbers are needed on the host, no recompilation for other document lengths. With a list of numbers
+as the argument, the caller would have to read the tensor, and torch.compile would stop there.
+Also for the sake of the compiler, the largest lengths are checked inside.
+
+What an operator returns is allocated by one function, for real and for fake tensors: contiguous,
+whatever the strides of the inputs. So the compiler's idea of the strides cannot differ from theirs.
+
+Backward needs delta = rowsum(do * out). The score s of a pair enters lse with the slope p, so a
+gradient of lse only shifts delta:  ds = p (do v^T - (delta - dlse)).
+
+Layout: q, out, do, dq [T, H, D]; k, v, dk, dv [T_kv, H_kv, D]; lse [H, T] in the state dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hexiseq_triton.kernels.attention import attention_backward, attention_forward, row_dots
+from hexiseq_triton.kernels.documents import (
+    Segments,
+    aligned_segments,
+    check_offsets,
+    read_offsets,
+)
+from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, state_dtype
+from hexiseq_triton.segments import Mask
+
+_Call = tuple[Segments, Segments, HeadMap, AttentionOptions]
+
+
+@torch.library.custom_op("hexiseq_triton::attention_forward", mutates_args=())
+def packed_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    left: int | None,
+    right: int | None,
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend, each document for itself; queries and keys of a document end together.
+
+    Args:
+        q: queries, [T, H, D], any strides; query head h reads KV head h // (H / H_kv).
+        k: keys, [T_kv, H_kv, D], any strides.
+        v: values, as k.
+        cu_seqlens_q: first row of each document in q, then T; [num_docs + 1] int32 or int64.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q: no document may have more queries; None checks nothing.
+        max_seqlen_k: no document may have more keys.
+        left: a query sees that many keys before its own position; None is all.
+        right: a query sees that many keys after its own position.
+        softmax_scale: multiplies q . k; positive.
+        softcap: caps scores at c * tanh(s / c); 0.0 is off.
+
+    Returns:
+        out [T, H, D] in the dtype of q, and lse [H, T] in the state dtype, in nats; 0 and -inf for
+        queries that see no key.
+
+    Raises:
+        InputError: if cu_seqlens don't fit the tensors.
+    """
+    check_offsets("q", read_offsets(cu_seqlens_q), q.shape[0], max_seqlen_q)
+    check_offsets("k", read_offsets(cu_seqlens_k), k.shape[0], max_seqlen_k)
+    call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
+    q, k, v = (_unit_last_stride(x) for x in (q, k, v))
+    out, lse = _new_outputs(q)
+    attention_forward(q, k, v, None, lse, *call, first=True, out=out)
+    return out, lse
+
+
+@torch.library.custom_op("hexiseq_triton::attention_backward", mutates_args=())
+def packed_backward(
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    left: int | None,
+    right: int | None,
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv in the shapes and dtype of q, k and v.
+
+    Args:
+        do: gradient of out, [T, H, D], any strides.
+        dlse: gradient of lse, [H, T]; None is 0.
+        q, k, v: as in `packed_forward`.
+        out: its output.
+        lse: its log-sum-exp.
+        cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap: as there.
+    """
+    call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
+    q, k, v, do = (_unit_last_stride(x) for x in (q, k, v, do))
+    delta = row_dots(do, out)
+    if dlse is not None:
+        delta -= dlse
+    dq, dk, dv = _new_gradients(q, k, v)
+    attention_backward(q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False)
+    return dq, dk, dv
+
+
+@packed_forward.register_fake
+def _(q, *_):
+    return _new_outputs(q)
+
+
+@packed_backward.register_fake
+def _(do, dlse, q, k, v, *_):
+    return _new_gradients(q, k, v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    q, *_ = saved = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(q)
+    return *packed_backward(do, dlse, *saved, *ctx.options), *[None] * 8
+
+
+packed_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _new_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for out and lse."""
+    tokens, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(heads, tokens, dtype=state_dtype(q.dtype))
+
+
+def _new_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for dq, dk and dv."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
+    """Return x, copied if neighbours in the head dimension are not neighbours in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    left: int | None,
+    right: int | None,
+    softmax_scale: float,
+    softcap: float,
+) -> _Call:
+    """Return what the kernels want to know besides tensors."""
+    segments = aligned_segments(read_offsets(cu_seqlens_q), read_offsets(cu_seqlens_k))
+    heads = HeadMap(0, q.shape[1] // k.shape[1])
+    return *segments, heads, AttentionOptions(Mask(left, right), softmax_scale, softcap)

@@ -1,0 +1,390 @@
+"""flash-attention 2's calls against dense attention aligned at the bottom right."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from assertions import assert_as_close_as
+
+import hexiseq_triton as hx
+
+NOTHING_SEEN = -torch.inf
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def aligned_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse; the last query of a document stands at its last key."""
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    outputs, lses = [q[:0]], [q[:0, :, 0].T]
+    documents = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
+    for queries, keys, values in documents:
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = aligned_mask(len(queries), len(keys), causal, window_size)
+        some = visible.any(-1)
+        scores = scores.masked_fill(~visible & some[:, None], -torch.inf)  # finite where none
+        p = scores.softmax(-1) * visible
+        outputs.append(torch.einsum("hqk,khd->qhd", p, values))
+        lses.append(scores.logsumexp(-1).masked_fill(~some, NOTHING_SEEN))
+    return torch.cat(outputs), torch.cat(lses, dim=1)
+
+
+def aligned_mask(
+    num_q: int, num_k: int, causal: bool, window_size: tuple[int, int]
+) -> torch.Tensor:
+    """Return which keys each query sees, [num_q, num_k]."""
+    ahead = torch.arange(num_k) - (torch.arange(num_q)[:, None] + num_k - num_q)
+    visible = torch.ones(num_q, num_k, dtype=torch.bool)
+    if causal:
+        visible &= ahead <= 0
+    if window_size[0] >= 0:
+        visible &= ahead >= -window_size[0]
+    if window_size[1] >= 0:
+        visible &= ahead <= window_size[1]
+    return visible
+
+
+def cu_seqlens(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed(
+    q_lengths: Sequence[int],
+    k_lengths: Sequence[int],
+    per_kv: int = 1,
+    kv_heads: int = 1,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float64,
+) -> list[torch.Tensor]:
+    """Return random q, k and v that ask for gradients."""
+    torch.manual_seed(0)
+    keys = (sum(k_lengths), kv_heads, head_dim)
+    shapes = ((sum(q_lengths), per_kv * kv_heads, head_dim), keys, keys)
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def varlen(
+    qkv: Sequence[torch.Tensor], q_lengths: Sequence[int], k_lengths: Sequence[int], **options: Any
+) -> Any:
+    longest = max(q_lengths, default=0), max(k_lengths, default=0)
+    offsets = cu_seqlens(q_lengths), cu_seqlens(k_lengths)
+    return hx.flash_attn_varlen_func(*qkv, *offsets, *longest, **options)
+
+
+CASES: list[tuple[list[int], list[int], int, int, dict[str, Any]]] = [
+    ([1], [1], 1, 1, {"causal": True}),
+    ([63, 1], [63, 1], 3, 2, {"causal": True}),
+    ([127, 128, 129], [127, 128, 129], 1, 2, {"causal": True}),
+    ([257], [257], 3, 1, {"causal": False}),
+    ([0, 7, 0, 0, 61, 0], [0, 7, 0, 0, 61, 0], 7, 1, {"causal": True}),
+    ([0, 7, 5, 0], [9, 0, 5, 3], 1, 1, {"causal": True}),
+    ([1, 63, 2], [257, 129, 128], 8, 1, {"causal": True}),
+    ([128, 129, 33], [1, 127, 0], 3, 1, {"causal": True}),
+    ([40, 13], [13, 40], 1, 1, {"causal": False}),
+    ([40, 13, 20], [13, 40, 20], 3, 1, {"window_size": (5, 3)}),
+    ([40, 13, 20], [13, 40, 20], 1, 2, {"window_size": (0, 0)}),
+    ([9, 40], [40, 9], 1, 1, {"window_size": (-1, 2)}),
+    ([9, 40], [40, 9], 1, 1, {"window_size": (4, -1)}),
+    ([63, 30], [31, 129], 7, 1, {"causal": True, "window_size": (16, 16)}),
+    ([50, 20], [50, 31], 2, 1, {"causal": True, "softcap": 0.8}),
+    ([50, 20], [50, 31], 1, 1, {"window_size": (6, 2), "softcap": 2.0, "softmax_scale": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("q_lengths", "k_lengths", "per_kv", "kv_heads", "options"), CASES)
+def test_output_lse_and_gradients_equal_dense_attention(
+    q_lengths: list[int], k_lengths: list[int], per_kv: int, kv_heads: int, options: dict[str, Any]
+) -> None:
+    qkv = packed(q_lengths, k_lengths, per_kv, kv_heads)
+
+    out, lse, probabilities = varlen(qkv, q_lengths, k_lengths, return_attn_probs=True, **options)
+
+    out_ref, lse_ref = aligned_attention(*qkv, q_lengths, k_lengths, **options)
+    assert probabilities is None
+    do = torch.randn_like(out)
+    grads = torch.autograd.grad(out, qkv, do)
+    grads_ref = torch.autograd.grad(out_ref, qkv, do)
+    found, expected = (out, lse, *grads), (out_ref, lse_ref, *grads_ref)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    unseen = lse == NOTHING_SEEN
+    assert (out.transpose(0, 1)[unseen] == 0).all()
+    assert (grads[0].transpose(0, 1)[unseen] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_q", "num_k", "mask"),
+    [(2, 5, ["11110", "11111"]), (5, 2, ["00", "00", "00", "10", "11"])],
+)
+def test_causal_is_aligned_at_the_bottom_right(num_q: int, num_k: int, mask: list[str]) -> None:
+    """flash-attention's own two examples, read off through one-hot values."""
+    q, k = torch.zeros(num_q, 1, 8), torch.zeros(num_k, 1, 8)
+    v = torch.eye(8)[:num_k, None]
+    out = varlen((q, k, v), [num_q], [num_k], causal=True)
+    seen = ["".join(str(int(p > 0)) for p in row[:num_k]) for row in out[:, 0]]
+    assert seen == mask
+
+
+@pytest.mark.parametrize(("causal", "right"), [(False, -1), (True, -1), (False, 0)])
+def test_windows_beyond_every_token_are_no_windows(causal: bool, right: int) -> None:
+    q_lengths, k_lengths = [9, 33], [30, 12]
+    qkv = packed(q_lengths, k_lengths)
+    expected = varlen(qkv, q_lengths, k_lengths, causal=causal or right == 0)
+    far = (None, 10**6, 2**40)
+    for left in (-1, *far):
+        for side in (0,) if right == 0 else (-1, *far):
+            out = varlen(qkv, q_lengths, k_lengths, causal=causal, window_size=(left, side))
+            assert torch.equal(out, expected)
+
+
+def test_lse_of_packed_documents_is_float32_of_heads_and_tokens() -> None:
+    qkv = packed([5, 3], [4, 6], per_kv=3, kv_heads=2, dtype=torch.float32)
+    out, lse, _ = varlen(qkv, [5, 3], [4, 6], return_attn_probs=True)
+    assert out.dtype == lse.dtype == torch.float32
+    assert lse.shape == (6, 8)
+    assert lse.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[NEEDS_GPU, pytest.mark.gpu])]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("q_lengths", "k_lengths", "per_kv", "kv_heads", "options"), CASES[-4:])
+def test_low_precision_is_as_close_as_plain_torch(
+    q_lengths: list[int],
+    k_lengths: list[int],
+    per_kv: int,
+    kv_heads: int,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    qkv = packed(q_lengths, k_lengths, per_kv, kv_heads, head_dim=16, dtype=dtype)
+    do = torch.randn_like(qkv[0])
+
+    leaves = [x.detach().to(device).requires_grad_() for x in qkv]
+    out, lse, _ = varlen(leaves, q_lengths, k_lengths, return_attn_probs=True, **options)
+
+    assert lse.dtype == torch.float32
+    found = [out, *torch.autograd.grad(out, leaves, do.to(device))]
+    exact, plain = (
+        dense_results(
+            [x.detach().to(kind) for x in qkv], do.to(kind), q_lengths, k_lengths, options
+        )
+        for kind in (torch.float64, dtype)
+    )
+    for a, b, c in zip(found, exact, plain, strict=True):
+        assert a.dtype == dtype
+        assert_as_close_as(a.detach().cpu(), b.detach(), c.detach())
+
+
+def dense_results(
+    qkv: list[torch.Tensor],
+    do: torch.Tensor,
+    q_lengths: list[int],
+    k_lengths: list[int],
+    options: dict[str, Any],
+) -> list[torch.Tensor]:
+    """Return out, dq, dk and dv of dense attention in the dtype of the inputs."""
+    leaves = [x.requires_grad_() for x in qkv]
+    out, _ = aligned_attention(*leaves, q_lengths, k_lengths, **options)
+    return [out, *torch.autograd.grad(out, leaves, do)]
+
+
+def test_lse_can_be_differentiated() -> None:
+    q_lengths, k_lengths = [20, 9], [11, 30]
+    qkv = packed(q_lengths, k_lengths, per_kv=2)
+    options = {"causal": True, "softcap": 1.5}
+    results = varlen(qkv, q_lengths, k_lengths, return_attn_probs=True, **options)[:2]
+    expected = aligned_attention(*qkv, q_lengths, k_lengths, **options)
+    do, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    seen = expected[1] > NOTHING_SEEN
+
+    for weights in ((do, dlse), (do * 0, dlse)):
+        losses = [(o * weights[0]).sum() + (lse * weights[1])[seen].sum()
+                  for o, lse in (results, expected)]  # fmt: skip
+        grads = [torch.autograd.grad(loss, qkv, retain_graph=True) for loss in losses]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    only_lse = torch.autograd.grad(results[1], qkv, dlse)
+    for a, b in zip(only_lse, grads[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_views_of_one_projection_work_and_gradients_reach_it() -> None:
+    torch.manual_seed(0)
+    lengths = [13, 20]
+    fused = torch.randn(33, 6 + 2 + 2, 8, dtype=torch.float64, requires_grad=True)
+    out = varlen(fused.split([6, 2, 2], dim=1), lengths, lengths, causal=True)
+    expected, _ = aligned_attention(*fused.split([6, 2, 2], dim=1), lengths, lengths, causal=True)
+    torch.testing.assert_close(out, expected)
+    (grad,) = torch.autograd.grad(out.sum(), fused)  # the gradient of out has strides 0
+    (grad_ref,) = torch.autograd.grad(expected.sum(), fused)
+    torch.testing.assert_close(grad, grad_ref)
+
+
+def test_strides_of_the_head_dimension_do_not_matter() -> None:
+    q, k, v = packed([12], [17])
+    scattered = [x.detach().transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
+    assert all(x.stride(-1) != 1 for x in scattered)
+    assert torch.equal(varlen(scattered, [12], [17]), varlen((q, k, v), [12], [17]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(1, 1), (5, 9), (9, 5), (0, 4), (4, 0)])
+def test_dense_calls_equal_packed_calls(seq_q: int, seq_k: int, transposed: bool) -> None:
+    torch.manual_seed(0)
+    batch, options = 3, {"causal": True, "window_size": (6, -1), "softcap": 2.0}
+    shapes = ((seq_q, 4), (seq_k, 2), (seq_k, 2))
+    if transposed:  # as Hugging Face lays it out
+        dense = [torch.randn(batch, heads, seq, 8).transpose(1, 2) for seq, heads in shapes]
+    else:
+        dense = [torch.randn(batch, seq, heads, 8) for seq, heads in shapes]
+    dense = [x.requires_grad_() for x in dense]
+    rows = [x.detach().flatten(0, 1).requires_grad_() for x in dense]
+
+    out, lse, _ = hx.flash_attn_func(*dense, return_attn_probs=True, **options)
+
+    lengths = [seq_q] * batch, [seq_k] * batch
+    out_ref, lse_ref, _ = varlen(rows, *lengths, return_attn_probs=True, **options)
+    assert out.shape == dense[0].shape
+    assert lse.shape == (batch, 4, seq_q)
+    assert lse.dtype == torch.float32
+    assert torch.equal(out.flatten(0, 1), out_ref)
+    assert torch.equal(lse.transpose(0, 1).flatten(1), lse_ref)
+    grads = torch.autograd.grad(out.square().sum(), dense)
+    grads_ref = torch.autograd.grad(out_ref.square().sum(), rows)
+    for a, b in zip(grads, grads_ref, strict=True):
+        assert torch.equal(a.flatten(0, 1), b)
+
+
+@pytest.mark.parametrize("num_documents", [0, 1, 3])
+def test_no_tokens_at_all(num_documents: int) -> None:
+    lengths = [0] * num_documents
+    qkv = packed(lengths, lengths)
+    out = varlen(qkv, lengths, lengths, causal=True)
+    assert out.shape == (0, 1, 8)
+    assert all(grad.shape == (0, 1, 8) for grad in torch.autograd.grad(out.sum(), qkv))
+
+
+def test_documents_without_queries_give_their_keys_gradient_zero() -> None:
+    qkv = packed([4, 0, 3], [4, 6, 3])
+    _, dk, dv = torch.autograd.grad(varlen(qkv, [4, 0, 3], [4, 6, 3]).sum(), qkv)
+    assert (dk[4:10] == 0).all()
+    assert (dv[4:10] == 0).all()
+    assert (dv[:4] != 0).all()
+
+
+def test_max_seqlens_may_be_left_out_or_too_large() -> None:
+    qkv = packed([4, 2], [3, 5])
+    offsets = cu_seqlens([4, 2]), cu_seqlens([3, 5]).long()
+    expected = varlen(qkv, [4, 2], [3, 5])
+    for longest in ((None, None), (100, 5)):
+        assert torch.equal(hx.flash_attn_varlen_func(*qkv, *offsets, *longest), expected)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_only_the_first_call_waits_for_the_gpu() -> None:
+    qkv = [x.detach().cuda().requires_grad_() for x in packed([9, 4], [9, 4], dtype=torch.float16)]
+    dense = [x.detach()[None].requires_grad_() for x in qkv]
+    offsets = cu_seqlens([9, 4]).cuda()
+
+    def both() -> None:
+        hx.flash_attn_varlen_func(*qkv, offsets, offsets, 9, 9, causal=True).sum().backward()
+        hx.flash_attn_func(*dense, causal=True).sum().backward()
+
+    both()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def changed(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call of 2 documents, 7 queries and 9 keys, with some changed."""
+    q, k, v = (torch.zeros(7, 4, 8), torch.zeros(9, 2, 8), torch.zeros(9, 2, 8))
+    call = {"q": q, "k": k, "v": v, "max_seqlen_q": 4, "max_seqlen_k": 5}
+    call |= {"cu_seqlens_q": cu_seqlens([3, 4]), "cu_seqlens_k": cu_seqlens([4, 5])}
+    return call | arguments
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"dropout_p": 0.1}, r"dropout_p is 0\.1; .*not supported"),
+    ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given; ALiBi is not supported"),
+    ({"block_table": torch.zeros(2, 1)}, "block_table is given; .*not supported"),
+    ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
+    ({"softcap": -1.0}, r"softcap is -1\.0; it must be positive"),
+    ({"softmax_scale": 0.0}, r"softmax_scale is 0\.0; it must be positive"),
+    ({"q": torch.zeros(1, 7, 4, 8)}, r"q has shape \(1, 7, 4, 8\); expected \[T, heads, head_dim"),
+    ({"q": torch.zeros(7, 3, 8)}, "q has 3 heads, k 2"),
+    ({"q": torch.zeros(7, 4, 16)}, "k has head dimension 8, q 16"),
+    ({"q": torch.zeros(7, 4, 8).half()}, r"k is torch\.float32, q torch\.float16"),
+    ({"q": torch.zeros(7, 4, 8).int()}, r"q is torch\.int32"),
+    ({"k": torch.zeros(9, 2, 8, device="meta")}, "k is on meta, q on cpu"),
+    ({"v": torch.zeros(8, 2, 8)}, r"v has shape \(8, 2, 8\), k \(9, 2, 8\)"),
+    ({"cu_seqlens_q": torch.tensor([0.0, 7.0])}, r"cu_seqlens_q is torch\.float32; use torch\.int"),
+    ({"cu_seqlens_k": torch.tensor([[0, 9]])}, r"cu_seqlens_k has shape \(1, 2\); expected \[num"),
+    ({"cu_seqlens_k": torch.tensor([0, 4, 8])}, "cu_seqlens_k goes from 0 to 8; k has 9 tokens"),
+    ({"cu_seqlens_q": torch.tensor([1, 3, 7])}, "cu_seqlens_q goes from 1 to 7; q has 7 tokens"),
+    ({"cu_seqlens_q": torch.tensor([0, 9, 7])}, "cu_seqlens_q falls from 9 to 7 at entry 2"),
+    ({"cu_seqlens_q": torch.tensor([0, 7]), "max_seqlen_q": 7}, "cu_seqlens_q has 2 entries"),
+    ({"max_seqlen_q": 3}, "max_seqlen_q is 3; the longest document .* has 4 tokens: use 4 or more"),
+    ({"max_seqlen_k": 4}, "max_seqlen_k is 4; the longest document .* has 5 tokens: use 5 or more"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[text for _, text in ERRORS])
+def test_what_does_not_fit_raises_by_name(arguments: dict[str, Any], message: str) -> None:
+    hx.flash_attn_varlen_func(**changed())
+    with pytest.raises(hx.HexiSeqError, match=message):
+        hx.flash_attn_varlen_func(**changed(**arguments))
+
+
+def test_dense_calls_raise_by_name_too() -> None:
+    q, k = torch.zeros(2, 3, 4, 8), torch.zeros(2, 5, 2, 8)
+    with pytest.raises(hx.InputError, match="dropout_p"):
+        hx.flash_attn_func(q, k, k, 0.5)
+    with pytest.raises(hx.InputError, match="alibi_slopes"):
+        hx.flash_attn_func(q, k, k, alibi_slopes=torch.ones(4))
+    with pytest.raises(hx.InputError, match=r"q has shape .*expected \[batch, seq"):
+        hx.flash_attn_func(q[0], k[0], k[0])
+    with pytest.raises(hx.InputError, match="k has batch size 1, q 2"):
+        hx.flash_attn_func(q, k[:1], k[:1])
+
+
+def test_names_order_and_defaults_are_those_of_flash_attention_2() -> None:
+    required = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    optional = {
+        "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1),
+        "softcap": 0.0, "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
+    }  # fmt: skip
+    none = inspect.Parameter.empty
+    found = inspect.signature(hx.flash_attn_varlen_func).parameters.items()
+    assert [(name, p.default) for name, p in found] == [
+        *((name, none) for name in required), *optional.items(), ("block_table", None)
+    ]  # fmt: skip
+    found = inspect.signature(hx.flash_attn_func).parameters.items()
+    assert [(name, p.default) for name, p in found] == [
+        *((name, none) for name in "qkv"), *optional.items()
+    ]  # fmt: skip

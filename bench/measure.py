@@ -1,0 +1,78 @@
+"""Time with CUDA events, and keep every measurement as one line of bench/results/*.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+RESULTS = Path(os.environ.get("HEXISEQ_BENCH_RESULTS", Path(__file__).parent / "results"))
+RUN = uuid.uuid4().hex[:8]
+"""Names what ran side by side: one process, one card."""
+
+
+def timed(benchmark: Any, function: Callable[[], object], seconds: float = 0.6) -> float:
+    """Return the median milliseconds of `function` on the device, after a warm-up."""
+    for _ in range(3):
+        once = event_ms(function)
+    rounds = max(5, min(200, int(seconds * 1000 / once)))
+    times: list[float] = []
+    benchmark.pedantic(lambda: times.append(event_ms(function)), rounds=rounds, iterations=1)
+    return statistics.median(times)
+
+
+def event_ms(function: Callable[[], object]) -> float:
+    """Return the milliseconds of one call on the device."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gets ahead
+    start.record()
+    function()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def record(
+    benchmark: Any, suite: str, case: str, impl: str, direction: str, ms: float, flops: float
+) -> None:
+    """Append one measurement to the results and show it in pytest-benchmark's table."""
+    tflops = flops / ms / 1e9
+    benchmark.extra_info.update(median_ms=round(ms, 4), tflops=round(tflops, 1))
+    line = {
+        "suite": suite,
+        "case": case,
+        "impl": impl,
+        "direction": direction,
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "run": RUN,
+        "median_ms": round(ms, 4),
+        "tflops": round(tflops, 1),
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with (RESULTS / f"{suite}.jsonl").open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def _commit() -> str:
+    """Return the commit that ran: from git, or from where the tree was copied from."""
+    if "HEXISEQ_COMMIT" in os.environ:
+        return os.environ["HEXISEQ_COMMIT"]
+    here = Path(__file__).parent
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=here, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return found.stdout.strip() or "unknown"

@@ -164,6 +164,7 @@ def one_rank_errs(rank: int, how: str) -> None:
         # a rank that is killed right after it may leave others in here
         batch = context.shard(tensors, cu_seqlens=torch.tensor([0, 40]))
         q, k, v = (batch[name] for name in "qkv")
+        began = time.monotonic()
         if rank == 1 and how == "dtype":
             q, k, v = q.float(), k.float(), v.float()
         if rank == 1 and how == "shape":

@@ -31,12 +31,14 @@ types: install
 test: install
 	$(PYTHON) -m pytest tests
 
-# the same tests on a regular, not editable, installation; the editable one comes back afterwards
+# the same tests on a regular, not editable, installation, which stands before the editable one
+INSTALLED_COPY := $(abspath build/installed)
 test-installed: install
 	rm -rf build
-	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --force-reinstall .
-	$(PYTHON) -m pytest tests; status=$$?; \
-	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e . && exit $$status
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target $(INSTALLED_COPY) .
+	cd / && PYTHONPATH=$(INSTALLED_COPY) $(abspath $(PYTHON)) -c \
+		"import hexiseq_triton as hx; assert hx.__file__.startswith('$(INSTALLED_COPY)'), hx.__file__"
+	PYTHONPATH=$(INSTALLED_COPY) $(PYTHON) -m pytest tests
 
 test-gpu: install
 	$(PYTHON) -m pytest tests -m "gpu or multigpu"

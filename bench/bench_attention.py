@@ -12,12 +12,13 @@ in the same process on the same card. Medians of CUDA events.
 from __future__ import annotations
 
 import random
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 from attention_impls import BACKWARD_RUNS_FORWARD, DEVICE, IMPLS, Problem, Unsupported
-from measure import record, timed
+from measure import event_ms, record, timed
 
 from hexiseq_triton.kernels import AttentionOptions, HeadMap
 from hexiseq_triton.segments import FULL, Segment
@@ -70,15 +71,11 @@ def run(benchmark: Any, suite: str, case: str, impl: str, direction: str, proble
     if direction == "backward" and impl in BACKWARD_RUNS_FORWARD:
         ms -= timed_again(calls.forward)
     flops = problem.forward_flops if direction == "forward" else problem.backward_flops
-    record(benchmark, suite, case, impl, direction, ms, flops)
+    record(benchmark, suite, case, impl, direction, ms, flops=flops)
 
 
 def timed_again(function: Any) -> float:
     """Return the median milliseconds of a second function of the same bench."""
-    from statistics import median
-
-    from measure import event_ms
-
     return median(event_ms(function) for _ in range(7))
 
 
@@ -109,4 +106,5 @@ def bench_carried(benchmark: Any, num_launches: int) -> None:
     benchmark.group = "carried"
     ms = timed(benchmark, forward)
     case = f"d{head_dim}-q{tokens}-k{tokens}-full-gqa32x8-launches{num_launches}"
-    record(benchmark, "carried", case, "hexiseq", "forward", ms, 2 * problem.forward_flops)
+    flops = 2 * problem.forward_flops
+    record(benchmark, "carried", case, "hexiseq", "forward", ms, flops=flops)

@@ -13,17 +13,14 @@ without the tables of cosines and sines. `copy` copies one buffer of the same by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Any
 
 import measure
 import pytest
 import torch
-import triton
 
 from hexiseq_triton.group_slots import GroupSlots, group_slots, members_of
 from hexiseq_triton.kernels import pack as kernels
@@ -126,26 +123,4 @@ def bench_pack(benchmark: Any, num_ranks: int, direction: str, rope: str, impl: 
     call = copy_of(work.num_bytes) if impl == "copy" else partial(work.run, movers[impl])
     ms = measure.timed(benchmark, call, seconds=0.2)
     case = f"d{HEAD_DIM}-t{TOKENS}-gqa{HEADS}x{KV_HEADS}-ranks{num_ranks}-rope-{rope}"
-    record(benchmark, case, impl, direction, ms, work.num_bytes)
-
-
-def record(benchmark: Any, case: str, impl: str, direction: str, ms: float, num_bytes: int) -> None:
-    """Append one measurement to bench/results/pack.jsonl and show it in the table."""
-    rate = {"median_ms": round(ms, 4), "gbs": round(num_bytes / ms / 1e6, 1)}
-    benchmark.extra_info.update(rate)
-    line = {
-        "suite": "pack",
-        "case": case,
-        "impl": impl,
-        "direction": direction,
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": measure._commit(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "run": measure.RUN,
-        **rate,
-    }
-    measure.RESULTS.mkdir(parents=True, exist_ok=True)
-    with (measure.RESULTS / "pack.jsonl").open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
+    measure.record(benchmark, "pack", case, impl, direction, ms, num_bytes=work.num_bytes)

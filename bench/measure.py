@@ -42,11 +42,26 @@ def event_ms(function: Callable[[], object]) -> float:
 
 
 def record(
-    benchmark: Any, suite: str, case: str, impl: str, direction: str, ms: float, flops: float
+    benchmark: Any,
+    suite: str,
+    case: str,
+    impl: str,
+    direction: str,
+    ms: float,
+    *,
+    flops: float | None = None,
+    num_bytes: float | None = None,
 ) -> None:
-    """Append one measurement to the results and show it in pytest-benchmark's table."""
-    tflops = flops / ms / 1e9
-    benchmark.extra_info.update(median_ms=round(ms, 4), tflops=round(tflops, 1))
+    """Append one measurement to the results and show it in pytest-benchmark's table.
+
+    Its rate is TFLOP/s where `flops` are given, GB/s where `num_bytes` are.
+    """
+    rate = {"median_ms": round(ms, 4)}
+    if flops is not None:
+        rate["tflops"] = round(flops / ms / 1e9, 1)
+    if num_bytes is not None:
+        rate["gbs"] = round(num_bytes / ms / 1e6, 1)
+    benchmark.extra_info.update(rate)
     line = {
         "suite": suite,
         "case": case,
@@ -58,8 +73,7 @@ def record(
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "run": RUN,
-        "median_ms": round(ms, 4),
-        "tflops": round(tflops, 1),
+        **rate,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / f"{suite}.jsonl").open("a") as lines:

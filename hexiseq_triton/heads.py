@@ -17,6 +17,8 @@ import torch
 from hexiseq_triton.channel import Channel, Message, Pending
 from hexiseq_triton.group_slots import Block, GroupSlots, group_slots, members_of
 from hexiseq_triton.kernels import pack_reference, state_dtype
+from hexiseq_triton.kernels.attention import by_reference
+from hexiseq_triton.kernels.options import unit_last_stride
 from hexiseq_triton.kernels.rotation import Rotation
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner.heads import HeadRange
@@ -70,14 +72,14 @@ class HeadExchange:
             "the all-to-all of keys and values",
         )
         if q_stays:
-            return HeadInputs(_with_unit_stride(q), kv, Pending((), (), "queries"), kv_pending)
+            return HeadInputs(unit_last_stride(q), kv, Pending((), (), "queries"), kv_pending)
         q_heads, q_pending = self._start_queries(away, own, slots, "queries")
         return HeadInputs(q_heads, kv, q_pending, kv_pending)
 
     def start_like_queries(self, x: torch.Tensor, what: str) -> tuple[torch.Tensor, Pending]:
         """Start moving x [s_d, H, D] to [L_g, h_d, D], this rank's query heads of all tokens."""
         if self._stays(None):
-            return _with_unit_stride(x), Pending((), (), what)
+            return unit_last_stride(x), Pending((), (), what)
         slots = self._slots(q=True)
         return self._start_queries(*_pack((x,), slots, None), slots, what)
 
@@ -154,7 +156,7 @@ def _pack(
     tensors: Sequence[torch.Tensor], slots: GroupSlots, rotation: Rotation | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the buffers `away` and `own`, each [slots, D], with this rank's tokens in place."""
-    tensors = [_with_unit_stride(x) for x in tensors]
+    tensors = [unit_last_stride(x) for x in tensors]
     like = tensors[0]
     away = like.new_empty(slots.num_away, like.shape[-1])
     own = like.new_empty(slots.num_own, like.shape[-1])
@@ -166,11 +168,6 @@ def _blocks(away: torch.Tensor, blocks: Sequence[Block]) -> list[Message]:
     return [(block.rank, away[slice(*block.slots)]) for block in blocks]
 
 
-def _with_unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """Return x as kernels take it; the gradient of a sum, say, is one number expanded."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """Return x [..., D] as slots, [n, D]."""
     return x.reshape(-1, x.shape[-1])
@@ -179,9 +176,9 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 def _movers(x: torch.Tensor) -> ModuleType:
     """Return who packs and unpacks buffers like x: the Triton kernel, or its definition.
 
-    The definition works on the CPU, in float64, the oracle's dtype, and on delta, whose D is 1.
+    The definition works where attention's does, and on delta, whose D is 1.
     """
-    if x.device.type == "cpu" or x.dtype == torch.float64 or x.shape[-1] == 1:
+    if by_reference(x) or x.shape[-1] == 1:
         return pack_reference
     from hexiseq_triton.kernels import pack  # needs Triton
 

@@ -31,7 +31,12 @@ from hexiseq_triton.kernels.documents import (
     check_offsets,
     read_offsets,
 )
-from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, state_dtype
+from hexiseq_triton.kernels.options import (
+    AttentionOptions,
+    HeadMap,
+    state_dtype,
+    unit_last_stride,
+)
 from hexiseq_triton.segments import Mask
 
 _Call = tuple[Segments, Segments, HeadMap, AttentionOptions]
@@ -76,7 +81,7 @@ def packed_forward(
     check_offsets("q", read_offsets(cu_seqlens_q), q.shape[0], max_seqlen_q)
     check_offsets("k", read_offsets(cu_seqlens_k), k.shape[0], max_seqlen_k)
     call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
-    q, k, v = (_unit_last_stride(x) for x in (q, k, v))
+    q, k, v = (unit_last_stride(x) for x in (q, k, v))
     out, lse = _new_outputs(q)
     attention_forward(q, k, v, None, lse, *call, first=True, out=out)
     return out, lse
@@ -109,7 +114,7 @@ def packed_backward(
         cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap: as there.
     """
     call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
-    q, k, v, do = (_unit_last_stride(x) for x in (q, k, v, do))
+    q, k, v, do = (unit_last_stride(x) for x in (q, k, v, do))
     delta = row_dots(do, out)
     if dlse is not None:
         delta -= dlse
@@ -158,11 +163,6 @@ def _new_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return room for dq, dk and dv."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
-    """Return x, copied if neighbours in the head dimension are not neighbours in memory."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _call(

@@ -38,3 +38,11 @@ class HeadMap(NamedTuple):
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of running state: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
+    """Return x as kernels take it, copied if neighbours in its last dimension are none in memory.
+
+    The gradient of a sum, say, is one number expanded.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()

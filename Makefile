@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-c constraints-cpu.txt)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install format lint types test test-installed test-gpu bench compile-all demo check
+.PHONY: install format lint types test test-installed test-gpu memcheck bench compile-all demo check
 
 install: $(INSTALLED)
 
@@ -42,6 +42,12 @@ test-installed: install
 
 test-gpu: install
 	$(PYTHON) -m pytest tests -m "gpu or multigpu"
+
+# on a GPU, with NVIDIA's compute-sanitizer: no kernel reads or writes out of bounds
+SANITIZER ?= compute-sanitizer
+memcheck: install
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 \
+		$(PYTHON) bench/memcheck.py
 
 # on a GPU: appends to bench/results and renews docs/benchmarks.md
 bench: install

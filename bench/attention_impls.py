@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hexiseq_triton.kernels import AttentionOptions, HeadMap
+from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.segments import CAUSAL, whole_documents
 
 DEVICE = "cuda"
@@ -91,6 +93,21 @@ def hexiseq(problem: Problem) -> Calls:
 
     forward()
     return Calls(forward, backward)
+
+
+def hexiseq_portable(problem: Problem) -> Calls:
+    """Return the kernels for all cards, also where the Hopper kernels would run."""
+    calls = hexiseq(problem)
+
+    def portable(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            with patch.object(guard, "runs", lambda *_: False):
+                call()
+
+        return run
+
+    portable(calls.forward)()
+    return Calls(portable(calls.forward), portable(calls.backward))
 
 
 def cudnn(problem: Problem) -> Calls:
@@ -198,6 +215,7 @@ def _with_autograd(
 
 IMPLS: dict[str, Callable[[Problem], Calls]] = {
     "hexiseq": hexiseq,
+    "hexiseq-portable": hexiseq_portable,
     "cudnn": cudnn,
     "fa2": fa2,
     "flex": flex,

@@ -1,4 +1,5 @@
-"""Pack and unpack of the head all-to-all: read GB/s; the ceiling is `copy` in the same group.
+"""Pack and unpack of the head all-to-all, and the sum of returned partials: read GB/s; the ceiling
+is `copy` in the same group.
 
 Rank 0 of a group holds 64K tokens of 32 query and 8 KV heads, D 128, bf16, and the group's heads
 are cut unevenly, so that some KV heads are replicated. Bytes are those read plus those written,
@@ -9,6 +10,10 @@ without the tables of cosines and sines. `copy` copies one buffer of the same by
     unpack-o            the outputs' heads joined
     unpack-dq           the same for query gradients, turned back
     unpack-dkv          float32 parts of dK and dV added and turned back, written in bf16
+    add-partials        partials of 8 KV heads' dK and dV, in float32 or bf16, of two ranks for the
+                        same 16K rows, added to float32 in one pass; `torch` adds one by one
+
+Partial RoPE turns a quarter of the head dimension.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ import pytest
 import torch
 
 from hexiseq_triton.group_slots import GroupSlots, group_slots, members_of
+from hexiseq_triton.kernels import add_partials as adding_kernel
 from hexiseq_triton.kernels import pack as kernels
 from hexiseq_triton.kernels import pack_reference as reference
+from hexiseq_triton.kernels.partials import pieces_of
 from hexiseq_triton.kernels.rotation import Rotation
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Plan, Split
@@ -57,8 +64,9 @@ def slots_of(num_ranks: int, **kinds: bool) -> GroupSlots:
 def rotation_of(rope: str) -> Rotation | None:
     if rope == "none":
         return None
-    angles = torch.rand(TOKENS, HEAD_DIM // 2, device=DEVICE)
-    return Rotation(angles.cos(), angles.sin(), rope == "interleaved")
+    turned = HEAD_DIM // 4 if rope.startswith("partial") else HEAD_DIM
+    angles = torch.rand(TOKENS, turned // 2, device=DEVICE)
+    return Rotation(angles.cos(), angles.sin(), rope.endswith("interleaved"))
 
 
 def moved(slots: GroupSlots) -> int:
@@ -105,9 +113,13 @@ CASES = [
     ("pack", "none"),
     ("pack", "half"),
     ("pack", "interleaved"),
+    ("pack", "partial-half"),
+    ("pack", "partial-interleaved"),
     ("unpack-o", "none"),
     ("unpack-dq", "half"),
     ("unpack-dq", "interleaved"),
+    ("unpack-dq", "partial-half"),
+    ("unpack-dq", "partial-interleaved"),
     ("unpack-dkv", "none"),
     ("unpack-dkv", "half"),
 ]
@@ -124,3 +136,27 @@ def bench_pack(benchmark: Any, num_ranks: int, direction: str, rope: str, impl: 
     ms = measure.timed(benchmark, call, seconds=0.2)
     case = f"d{HEAD_DIM}-t{TOKENS}-gqa{HEADS}x{KV_HEADS}-ranks{num_ranks}-rope-{rope}"
     measure.record(benchmark, "pack", case, impl, direction, ms, num_bytes=work.num_bytes)
+
+
+@pytest.mark.parametrize("impl", ["copy", "torch", "hexiseq"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def bench_add_partials(benchmark: Any, dtype: torch.dtype, impl: str) -> None:
+    rows, sources = 16384, 2
+    benchmark.group = f"pack add-partials {dtype}"
+    total = torch.zeros(rows, 2, KV_HEADS, HEAD_DIM, device=DEVICE)
+    pool = torch.randn(sources * rows, *total.shape[1:], device=DEVICE).to(dtype)
+    pieces = pieces_of([([(0, rows)], i * rows) for i in range(sources)])
+    num_bytes = 2 * total.nbytes + pool.nbytes
+
+    def one_by_one() -> None:
+        for partial_sum in pool.split(rows):
+            total.add_(partial_sum)
+
+    calls: dict[str, Callable[[], object]] = {
+        "copy": copy_of(num_bytes),
+        "torch": one_by_one,
+        "hexiseq": partial(adding_kernel.add_partials, total, pool, pieces, total),
+    }
+    ms = measure.timed(benchmark, calls[impl], seconds=0.2)
+    case = f"d{HEAD_DIM}-t{rows}-kv{KV_HEADS}-sources{sources}-{str(dtype).removeprefix('torch.')}"
+    measure.record(benchmark, "pack", case, impl, "add-partials", ms, num_bytes=num_bytes)

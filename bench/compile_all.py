@@ -1,169 +1,218 @@
-"""Cross-compile every launch-table entry, without a GPU, and read registers and spills.
+"""Cross-compile every kernel for every card of the launch tables, without a GPU.
 
-    python bench/compile_all.py [--only sm_90] [--head-dim 128] [--features] [--jobs 2]
+    python bench/compile_all.py [--only sm_90] [--kernel forward] [--head-dim 128] [--covering]
 
-Prints one line for each entry: registers and spill stores a thread, shared memory a program. Exits
-with 1 when an entry spills at head dimension 64 or 128, spills more than 64 bytes at 256, or asks
-for more shared memory than its card has.
+Prints one line for each: registers and spill stores a thread, spilling instructions in hot loops,
+shared memory a program. Exits with 1 when a kernel
+
+    spills at head dimension 64 or 128 without optional features,
+    spills more than 64 bytes at 256 or with an optional feature, or anything in a hot loop, or
+    asks for more shared memory than its card has.
+
+Features are a window, a softcap and a sink. A persistent grid, which `sm_margin` asks for, keeps
+more values across its outer loop; what it spills is listed, without a limit.
+`--covering` takes few: each kernel on each card, at each head dimension, in each form.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiled import Resources, compile_for
 
-from hexiseq_triton.kernels import backward, forward
-from hexiseq_triton.kernels.launch_tables import FORWARD, GRAD_KV, GRAD_Q, SAME_AS, Config
+from hexiseq_triton.kernels import add_partials, delta, forward, grad_kv, grad_q, pack
+from hexiseq_triton.kernels.configs import Config, Table
+from hexiseq_triton.kernels.launch_tables import FORWARD, GRAD_FUSED, GRAD_KV, GRAD_Q, SAME_AS
 
-BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227}
-MOST_SPILL_BYTES = {64: 0, 128: 0, 256: 64}
-KERNELS: dict[str, tuple[Any, dict[tuple[str, int], Config], str, str]] = {
-    # kernel, table, tensors in blocks of BLOCK_M, tensors in blocks of BLOCK_N
-    "forward": (forward._forward_kernel, FORWARD, "q", "k v"),
-    "grad_kv": (backward._grad_kv_kernel, GRAD_KV, "q do", "k v"),
-    "grad_q": (backward._grad_q_kernel, GRAD_Q, "q do", "k v"),
+MOST_SPILL_BYTES = 64  # at head dimension 256 and with optional features
+
+KERNELS: dict[str, Any] = {
+    "forward": forward._forward_kernel,
+    "grad_kv": grad_kv._grad_kv_kernel,
+    "grad_q": grad_q._grad_q_kernel,
+    "fused": grad_kv._grad_kv_kernel,
+    "delta": delta._delta_kernel,
+    "pack": pack._move_kernel,
+    "unpack": pack._move_kernel,
+    "add": add_partials._add_kernel,
+}
+TABLES: dict[str, tuple[Table, dict[str, bool]]] = {
+    "forward": (FORWARD, {}),
+    "grad_kv": (GRAD_KV, {"FUSED": False}),
+    "grad_q": (GRAD_Q, {}),
+    "fused": (GRAD_FUSED, {"FUSED": True}),
+}
+PLAIN: dict[str, Any] = {
+    "HAS_LEFT": False, "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "LAST": True,
+    "HAS_SINK": False, "ACCUMULATE": True, "UPCAST": False, "PERSISTENT": False,
+}  # fmt: skip
+FEATURES: dict[str, dict[str, bool]] = {
+    "window": {"HAS_LEFT": True},
+    "softcap": {"SOFTCAP": True},
+}
+PERSISTENT = {"persist": {"PERSISTENT": True}}
+FORWARD_FEATURES: dict[str, dict[str, bool]] = {
+    "sink": {"HAS_SINK": True},
+}
+TYPES = {
+    **dict.fromkeys(
+        ("lse", "delta", "o", "sink", "dq", "dk", "dv", "cos", "sin", "total"), "*fp32"
+    ),
+    **dict.fromkeys(("out", "do", "x0", "x1", "x2", "away", "own", "pool"), "*bf16"),
+    **dict.fromkeys(("chunks", "places", "tiles", "sources"), "*i64"),
+    **dict.fromkeys(("scale", "cap_scale", "cap", "softmax_scale"), "fp32"),
+    "tile_map": "*i32",
 }
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel, compiled for one card."""
+    """One kernel to compile for one card."""
 
-    kernel: str
+    name: str
     arch: str
     head_dim: int
-    config: Config
-    name: str = "causal"
-    flags: dict[str, Any] = field(default_factory=dict)
+    variant: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def tile(self) -> str:
+        c = self.constants
+        return f"{c['BLOCK_M']}x{c['BLOCK_N']}" if "BLOCK_M" in c else ""
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What a compiled kernel takes."""
-
-    registers: int
-    spill_store_bytes: int
-    shared_bytes: int
-
-
-def entries(arch_filter: str | None = None, features: bool = False) -> Iterable[Entry]:
-    """Yield the entries of all tables; with `features` those of the optional paths too."""
-    for kernel, (_, table, _, _) in KERNELS.items():
+def entries() -> Iterable[Entry]:
+    """Yield everything that a card may run."""
+    for name, (table, _) in TABLES.items():
         for (owner, head_dim), config in table.items():
             for arch in [owner, *(card for card, other in SAME_AS.items() if other == owner)]:
-                if arch_filter in (None, arch):
-                    for name, flags in _variants(kernel, features):
-                        yield Entry(kernel, arch, head_dim, config, name, flags)
+                for variant, flags in variants(name).items():
+                    yield attention_entry(name, arch, head_dim, config, variant, flags)
+    for arch in SHARED_KIB:
+        for head_dim in (64, 128, 256):
+            yield from moving_entries(arch, head_dim)
+        block = {"BLOCK": add_partials.BLOCK}
+        yield Entry("add", arch, 128, "plain", TYPES, block, add_partials.NUM_WARPS, 3)
 
 
-def _variants(kernel: str, features: bool) -> Iterable[tuple[str, dict[str, Any]]]:
-    yield "causal", {}
-    if kernel == "forward":
-        yield "carried", {"FIRST": False, "LAST": False}
-    if features:
-        yield "window", {"HAS_LEFT": True}
-        yield "softcap", {"SOFTCAP": True}
+def variants(name: str) -> dict[str, dict[str, bool]]:
+    """Return the flags of each form in which an attention kernel is compiled."""
+    if name != "forward":
+        return {"plain": {}, **FEATURES, **PERSISTENT}
+    carried = {"carried": {"FIRST": False, "LAST": False}, "last": {"FIRST": False}}
+    return {"plain": {}, **carried, **FEATURES, **FORWARD_FEATURES, **PERSISTENT}
 
 
-def compile_entry(entry: Entry) -> Resources:
-    """Compile one entry with bf16 inputs and read its resources."""
-    kernel, _, in_m, in_n = KERNELS[entry.kernel]
-    config, d = entry.config, entry.head_dim
-    constants = {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "HEAD_DIM": d, "D": d,
-        "HAS_LEFT": False, "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "LAST": True,
-        "ACCUMULATE": True, "DESCRIPTORS": config.descriptors, "UPCAST": False,
-        "PERSISTENT": False, **entry.flags,
-    }  # fmt: skip
-    blocks = dict.fromkeys(in_m.split(), config.block_m)
-    blocks |= dict.fromkeys(in_n.split(), config.block_n)
-    state = "*fp32"
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in blocks and config.descriptors:
-            signature[name] = f"tensordesc<bf16[{blocks[name]}, {d}]>"
-        elif name in (*blocks, "out"):
-            signature[name] = "*bf16"
-        elif name in ("o", "lse", "delta", "dq", "dk", "dv"):
-            signature[name] = state
-        elif name == "tile_map":
-            signature[name] = "*i32"
-        elif name in ("scale", "cap_scale", "cap", "softmax_scale"):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-        if signature[name].startswith("*") or name.startswith("stride"):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    used = {(kernel.arg_names.index(n),): v for n, v in constants.items() if n in signature}
-    source = ASTSource(kernel, signature, used, attributes)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    target = GPUTarget("cuda", int(entry.arch.removeprefix("sm_")), 32)
-    compiled = triton.compile(source, target=target, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = _output("cuobjdump", "-res-usage", cubin.name)
-        sass = _output("cuobjdump", "-sass", cubin.name)
-    found = re.search(r"REG:(\d+)", usage)
-    assert found, usage
-    widths = {"": 4, ".64": 8, ".128": 16}
-    spills = sum(widths[w] for w in re.findall(r"\bSTL(\.64|\.128|)\b", sass))
-    return Resources(int(found[1]), spills, compiled.metadata.shared)
+def attention_entry(
+    name: str, arch: str, head_dim: int, config: Config, variant: str, flags: dict[str, bool]
+) -> Entry:
+    """Return one launch choice of an attention kernel, with bf16 inputs."""
+    m, n = config.block_m, config.block_n
+    rows = {"q": m, "do": m, "k": n, "v": n}
+    inputs = dict.fromkeys((*rows, "edge_v"), "*bf16")
+    if config.descriptors:
+        plain = {x: f"tensordesc<bf16[{size}, {head_dim}]>" for x, size in rows.items()}
+        bounded = {x: f"tensordesc<bf16[1, 1, {size}, {head_dim}]>" for x, size in rows.items()}
+        inputs = plain | {"edge_v": bounded["v"]} if name == "forward" else bounded
+    constants = PLAIN | TABLES[name][1] | flags
+    constants |= {"BLOCK_M": m, "BLOCK_N": n, "HEAD_DIM": head_dim, "D": head_dim}
+    constants |= {"DESCRIPTORS": config.descriptors}
+    return Entry(
+        name, arch, head_dim, variant, TYPES | inputs, constants,
+        config.num_warps, config.num_stages,
+    )  # fmt: skip
 
 
-def _output(tool: str, *args: str) -> str:
-    return subprocess.run(
-        [str(BINARIES / tool), *args], capture_output=True, text=True, check=True
-    ).stdout
+def moving_entries(arch: str, head_dim: int) -> Iterable[Entry]:
+    """Yield delta, pack and unpack."""
+    rows = {"ROWS": delta.ROWS, "HEAD_DIM": head_dim, "D": head_dim}
+    yield Entry("delta", arch, head_dim, "plain", TYPES, rows, 4, 3)
+    rows = {"ROWS": pack.BLOCK_BYTES // (2 * head_dim), "D": head_dim, "PAD": head_dim}
+    half = head_dim // 4  # half of the head turns
+    for name in ("pack", "unpack"):
+        for variant, turned in (("plain", 0), ("halves", half), ("pairs", half)):
+            constants = rows | {
+                "UNPACK": name == "unpack", "INTERLEAVED": variant == "pairs",
+                "HALF": turned, "HALF_PAD": max(1, turned), "REST_PAD": head_dim - 2 * turned,
+            }  # fmt: skip
+            yield Entry(name, arch, head_dim, variant, TYPES, constants, pack.NUM_WARPS, 3)
+
+
+def covering(todo: list[Entry]) -> list[Entry]:
+    """Return few entries with each (kernel, card), (kernel, head dimension), (kernel, variant)."""
+
+    def pairs(entry: Entry) -> set[tuple[str, str | int]]:
+        return {(entry.name, x) for x in (entry.arch, entry.head_dim, entry.variant)}
+
+    chosen: list[Entry] = []
+    left = set().union(*map(pairs, todo))
+    while left:
+        chosen.append(max(todo, key=lambda entry: len(pairs(entry) & left)))
+        left -= pairs(chosen[-1])
+    return chosen
+
+
+def resources_of(entry: Entry) -> Resources:
+    """Compile one entry."""
+    return compile_for(
+        entry.arch,
+        KERNELS[entry.name],
+        entry.types,
+        entry.constants,
+        entry.num_warps,
+        entry.num_stages,
+    )
 
 
 def verdict(entry: Entry, resources: Resources) -> str:
     """Return what is wrong with an entry; "" where nothing is."""
-    most = MOST_SPILL_BYTES[entry.head_dim] if entry.name in ("causal", "carried") else 64
-    if resources.spill_store_bytes > most:
-        return "spills"
     if resources.shared_bytes > SHARED_KIB[entry.arch] * 1024:
         return "shared memory"
+    if entry.variant in PERSISTENT:
+        return ""
+    plain = entry.head_dim < 256 and entry.variant not in FEATURES | FORWARD_FEATURES
+    if resources.spills_in_hot_loops:
+        return "spills in a loop"
+    if resources.spill_store_bytes > (0 if plain else MOST_SPILL_BYTES):
+        return "spills"
     return ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="one architecture, as sm_90")
+    parser.add_argument("--kernel", help="one kernel, as forward")
     parser.add_argument("--head-dim", type=int, help="one head dimension")
-    parser.add_argument("--features", action="store_true", help="window and softcap too")
+    parser.add_argument("--covering", action="store_true", help="a few that cover all")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    wrong = 0
     todo = [
         entry
-        for entry in entries(args.only, args.features)
-        if args.head_dim in (None, entry.head_dim)
+        for entry in entries()
+        if args.only in (None, entry.arch)
+        and args.kernel in (None, entry.name)
+        and args.head_dim in (None, entry.head_dim)
     ]
-    print(f"{'kernel':9}{'card':7}{'D':>4} {'variant':9}{'tile':>9} w s  regs spill  KiB")
+    todo = covering(todo) if args.covering else todo
+    print(f"{'kernel':9}{'card':7}{'D':>4} {'variant':9}{'tile':>8} w s  regs spill loop  KiB")
+    wrong = 0
     with ProcessPoolExecutor(args.jobs) as processes:
-        for entry, resources in zip(todo, processes.map(compile_entry, todo), strict=True):
-            c, problem = entry.config, verdict(entry, resources)
+        for entry, found in zip(todo, processes.map(resources_of, todo), strict=True):
+            problem = verdict(entry, found)
             wrong += bool(problem)
-            line = f"{entry.kernel:9}{entry.arch:7}{entry.head_dim:4} {entry.name:9}"
-            line += f"{c.block_m:4}x{c.block_n:<4} {c.num_warps} {c.num_stages} "
-            line += f"{resources.registers:5} {resources.spill_store_bytes:5} "
-            print(f"{line}{resources.shared_bytes / 1024:4.0f}  {problem}", flush=True)
+            line = f"{entry.name:9}{entry.arch:7}{entry.head_dim:4} {entry.variant:9}"
+            line += f"{entry.tile:>8} {entry.num_warps} {entry.num_stages} "
+            line += f"{found.registers:5} {found.spill_store_bytes:5} {found.spills_in_hot_loops:4}"
+            print(f"{line} {found.shared_bytes / 1024:4.0f}  {problem}", flush=True)
     return 1 if wrong else 0
 
 

@@ -4,8 +4,8 @@ What is the same: causal masks and windows are aligned at the bottom right (the 
 document stands at its last key), window bounds are inclusive, -1 is unbounded, query head h reads
 KV head h // (H / H_kv), and a query that sees no key gives 0. What is not supported raises.
 
-What differs: `deterministic` changes nothing, since every result is; lse may be differentiated;
-cu_seqlens may be on the CPU, which saves reading them from the GPU; `None` in a window is -1.
+What differs: lse may be differentiated; cu_seqlens may be on the CPU, which saves reading them from
+the GPU; `None` in a window is -1; `learnable_sink` is there, under flash-attention 4's name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.kernels.ops import packed_forward
+from hexiseq_triton.kernels.options import state_dtype
 from hexiseq_triton.segments import Mask
 
 Window = tuple[int | None, int | None]
@@ -38,6 +39,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
+    *,
+    learnable_sink: torch.Tensor | None = None,
 ) -> Attended:
     """Attend over packed documents, each for itself. Differentiable, and torch.compile takes it.
 
@@ -60,14 +63,19 @@ def flash_attn_varlen_func(
         window_size: a query sees that many keys to its left and right; -1 is unbounded.
         softcap: caps scores at c * tanh(s / c); 0.0 is off.
         alibi_slopes: only None.
-        deterministic: accepted; results are deterministic either way.
+        deterministic: the gradients repeat bit for bit, also where that is slower; all else does
+            in any case.
         return_attn_probs: return (out, lse, None) and not just out.
         block_table: only None.
+        learnable_sink: one more logit of each query head, [H] in any floating dtype, not scaled
+            and not capped. It takes part in the softmax and has no value.
 
     Returns:
         out, in the shape and dtype of q; 0 where a query sees no key. With `return_attn_probs`
         also lse, [H, T] fp32 (fp64 for fp64 inputs): natural log of the sum of exp of each
-        query's scores, after scale and softcap; -inf where it sees no key.
+        query's scores, after scale and softcap; -inf where it sees no key. The scores are those
+        of keys: lse leaves the sink out, so that parts over different keys can be merged, and
+        logaddexp(lse, learnable_sink[:, None]) has it in.
 
     Raises:
         InputError: if tensors don't fit each other or an argument is not supported.
@@ -75,10 +83,14 @@ def flash_attn_varlen_func(
     """
     _refuse_unsupported(dropout_p, alibi_slopes, block_table)
     _check_tensors(q, k, v, "[T, heads, head_dim]")
+    check_sink(learnable_sink, q.shape[1], q.device)
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
     documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _attend(q, k, v, documents, softmax_scale, causal, window_size, softcap)
+    out, lse = _attend(
+        q, k, v, learnable_sink, documents,
+        softmax_scale, causal, window_size, softcap, deterministic,
+    )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -94,6 +106,8 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
 ) -> Attended:
     """Attend over sequences of equal length; nothing waits for the GPU.
 
@@ -102,7 +116,7 @@ def flash_attn_func(
         k: keys, [B, S_kv, H_kv, D]; H_kv divides H, S_kv may differ from S.
         v: values, as k.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs: as in `flash_attn_varlen_func`.
+            return_attn_probs, learnable_sink: as in `flash_attn_varlen_func`.
 
     Returns:
         out, in the shape and dtype of q; with `return_attn_probs` (out, lse, None), where lse is
@@ -114,13 +128,16 @@ def flash_attn_func(
     """
     _refuse_unsupported(dropout_p, alibi_slopes, None)
     _check_tensors(q, k, v, "[batch, seq, heads, head_dim]")
+    check_sink(learnable_sink, q.shape[2], q.device)
     batch, seq_q, num_heads, _ = q.shape
     if k.shape[0] != batch:
         raise InputError(f"k has batch size {k.shape[0]}, q {batch}; they must be alike")
     starts = torch.arange(batch + 1)
     documents = (starts * seq_q, starts * k.shape[1], None, None)
-    rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-    out, lse = _attend(*rows, documents, softmax_scale, causal, window_size, softcap)
+    out, lse = _attend(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), learnable_sink, documents,
+        softmax_scale, causal, window_size, softcap, deterministic,
+    )  # fmt: skip
     out = out.view(q.shape)
     if not return_attn_probs:
         return out
@@ -158,6 +175,19 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
         )
 
 
+def check_sink(sink: torch.Tensor | None, num_heads: int, device: torch.device) -> None:
+    """Raise an InputError unless the sink is None or fits the query heads."""
+    if sink is None:
+        return
+    if sink.shape != (num_heads,) or not sink.dtype.is_floating_point:
+        raise InputError(
+            f"learnable_sink has shape {tuple(sink.shape)} and is {sink.dtype}; expected one "
+            f"floating number for each query head, [{num_heads}]"
+        )
+    if sink.device != device:
+        raise InputError(f"learnable_sink is on {sink.device}, q on {device}; move it there")
+
+
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{name} is {cu_seqlens.dtype}; use torch.int32 or torch.int64")
@@ -169,11 +199,13 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     documents: tuple[torch.Tensor, torch.Tensor, int | None, int | None],
     softmax_scale: float | None,
     causal: bool,
     window_size: Window,
     softcap: float,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of packed documents."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -183,5 +215,9 @@ def _attend(
         raise InputError(f"softcap is {softcap}; it must be positive, or 0.0 for none")
     left, right = (-1 if side is None else side for side in window_size)
     mask = Mask.from_flash(causal, (left, right))
-    out, lse = packed_forward(q, k, v, *documents, *mask, scale, float(softcap))
+    if sink is not None:
+        sink = sink.to(state_dtype(q.dtype)).contiguous()
+    out, lse = packed_forward(
+        q, k, v, sink, *documents, *mask, scale, float(softcap), deterministic
+    )
     return out, lse

@@ -10,11 +10,13 @@ machines without it can plan and test.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from hexiseq_triton.kernels import reference
-from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, state_dtype
+from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, Segments, state_dtype
+from hexiseq_triton.kernels.sink import join_sink
 from hexiseq_triton.segments import Segment
 
 
@@ -25,26 +27,33 @@ def attention_forward(
     o: torch.Tensor | None,
     lse: torch.Tensor,
     q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    kv_segments: Segments,
     heads: HeadMap,
     options: AttentionOptions,
     *,
     first: bool = False,
     out: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     sm_margin: int = 0,
 ) -> None:
-    """Let the queries see one more chunk of keys: update (o, lse) in place.
+    """Let the queries see more keys, of one chunk or of several: update (o, lse) in place.
+
+    Documents never leak into each other: a NaN or an infinity in one of them, or in a row of no
+    segment, reaches no row of another. Within a document it may reach every row of the block.
 
     Args:
         q: queries, [T, H, D]; their positions are `q_segments`.
-        k: keys, [T_kv, H_kv, D]; their positions are `kv_segments`.
+        k: keys, [T_kv, H_kv, D]; their positions are `kv_segments`, one after the other. Several
+            chunks in one buffer are given as `PlacedSegment`s; nothing sees the rows between.
         v: values, as k.
         o: running output, [T, H, D] in the state dtype; may be None with `first` and `out`.
         lse: running log-sum-exp, [H, T] in the state dtype.
         heads: which KV head each query head reads.
         options: mask, scale and softcap.
         first: there is no state yet: o and lse are written, and not read.
-        out: this is the last chunk: the output goes here, [T, H, D], in any float dtype.
+        out: these are the last keys: the output goes here, [T, H, D], in any float dtype.
+        sink: with `out`, one more logit of each query head, [H] in the state dtype, in nats,
+            contiguous. `out` has it in its softmax; lse leaves it out.
         sm_margin: multiprocessors to leave to other kernels.
 
     Raises:
@@ -54,11 +63,13 @@ def attention_forward(
         from hexiseq_triton.kernels import forward
 
         call = (q_segments, kv_segments, heads, options)
-        with torch.cuda.device(q.device):
+        with _current(q.device):
             forward.attention_forward(
-                q, k, v, o, lse, *call, first=first, out=out, sm_margin=sm_margin
+                q, k, v, o, lse, *call, first=first, out=out, sink=sink, sm_margin=sm_margin
             )
         return
+    if sink is not None and out is None:
+        raise ValueError("sink is given without `out`; it joins at the last launch only")
     if o is None:
         assert first
         assert out is not None
@@ -68,7 +79,7 @@ def attention_forward(
         lse.fill_(-torch.inf)
     reference.attention_forward(q, k, v, o, lse, q_segments, kv_segments, heads, options)
     if out is not None:
-        out.copy_(o)
+        out.copy_(o if sink is None else join_sink(o, lse, sink))
 
 
 def attention_backward(
@@ -82,27 +93,30 @@ def attention_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    kv_segments: Segments,
     heads: HeadMap,
     options: AttentionOptions,
     *,
     accumulate: bool = True,
+    deterministic: bool = False,
     sm_margin: int = 0,
 ) -> None:
-    """Add one chunk's part of the gradients to dq, dk and dv, in place.
+    """Add the part of the gradients that some keys have to dq, dk and dv, in place.
 
     Args:
         q: queries, [T, H, D].
-        k: keys of the chunk, [T_kv, H_kv, D].
-        v: values of the chunk, as k.
+        k: keys, [T_kv, H_kv, D].
+        v: values, as k.
         do: gradient of the output, as q.
-        lse: log-sum-exp over *all* keys of each query, [H, T] in the state dtype.
+        lse: log-sum-exp over *all* keys of each query and its sink, [H, T] in the state dtype.
         delta: row sums of do * o, [H, T] in the state dtype.
         dq: gradient of q, [T, H, D] in the state dtype.
         dk: gradient of k, [T_kv, H_kv, D] in the state dtype.
         dv: gradient of v, as dk.
         q_segments, kv_segments, heads, options: as in `attention_forward`.
-        accumulate: False writes dq, dk and dv, in any float dtype, and reads nothing from them.
+        accumulate: False writes dq, dk and dv, in any float dtype, and reads nothing from them;
+            of dk and dv, the rows of `kv_segments`.
+        deterministic: repeat bit for bit, also where that is slower.
         sm_margin: multiprocessors to leave to other kernels.
 
     Raises:
@@ -113,8 +127,11 @@ def attention_backward(
         from hexiseq_triton.kernels import backward
 
         tensors = (q, k, v, do, lse, delta, dq, dk, dv)
-        with torch.cuda.device(q.device):
-            backward.attention_backward(*tensors, *call, accumulate=accumulate, sm_margin=sm_margin)
+        with _current(q.device):
+            backward.attention_backward(
+                *tensors, *call,
+                accumulate=accumulate, deterministic=deterministic, sm_margin=sm_margin,
+            )  # fmt: skip
         return
     sums = [dq, dk, dv]
     if not accumulate:
@@ -130,7 +147,7 @@ def row_dots(do: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     if not by_reference(do):
         from hexiseq_triton.kernels import delta
 
-        with torch.cuda.device(do.device):
+        with _current(do.device):
             return delta.row_dots(do, o)
     state = state_dtype(do.dtype)
     return (do.to(state) * o.to(state)).sum(-1).T.contiguous()
@@ -141,3 +158,10 @@ def by_reference(q: torch.Tensor) -> bool:
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q is on {q.device}; supported: cpu and cuda")
     return q.device.type == "cpu" or q.dtype == torch.float64
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one within; costs next to nothing where it already is."""
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

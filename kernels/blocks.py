@@ -4,14 +4,20 @@ A *tile* is the block of rows that one program works on, a *span* a run of rows 
 that the tile meets (see tilemap.py). Row bases are int64 scalars, offsets inside a block int32
 and invariant in the loops: pointer loads stay asynchronous copies, and views may pass 2**31
 elements. With DESCRIPTORS the same loads go through tensor descriptors (TMA), for which all heads
-of a tensor are columns of one matrix.
+of a tensor are columns of one matrix; those of four dimensions are bounded (see forms.py).
+
+Rows that a block asks for beyond its span belong to others, and may hold NaN, which no mask takes
+out of a product: 0 NaN = NaN. Pointers and bounded descriptors give zeros there, plain descriptors
+what is in memory.
 """
 
 import triton
 import triton.language as tl
 
+from hexiseq_triton.kernels.forms import BOUND
 from hexiseq_triton.kernels.tilemap import SPAN_FIELDS, TILE_FIELDS
 
+_BOUND = tl.constexpr(BOUND)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _SPAN_FIELDS = tl.constexpr(SPAN_FIELDS)
 
@@ -79,11 +85,16 @@ def load_block(
 ):  # fmt: skip
     """Return rows [row, row + ROWS) of one head, [ROWS, D].
 
-    Unless ALL_ROWS, pointer loads stop at `num_rows`; descriptors read what follows in memory,
-    or 0 past the end of the tensor, which the mask takes out.
+    Unless ALL_ROWS, those from `num_rows` on are 0, or anything if `source` is a plain descriptor.
     """
-    if DESCRIPTORS:
+    if DESCRIPTORS and len(source.block_shape) == 2:
         block = source.load([row, head * stride_head])
+    elif DESCRIPTORS:
+        readable = num_rows
+        if ALL_ROWS:
+            readable = ROWS
+        at = [_BOUND, row + readable, _BOUND - readable, head * stride_head]
+        block = source.load(at).reshape(ROWS, D)
     else:
         pointers = block_pointers(source, row, head, stride_row, stride_head, ROWS, D)
         in_rows = tl.arange(0, ROWS)[:, None] < num_rows

@@ -6,11 +6,15 @@ Source: Dao, arXiv:2307.08691, algorithm 2.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from hexiseq_triton.kernels.blocks import load_block
+from hexiseq_triton.kernels.forms import Form, forms
+from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 
 ROWS = 32
 
@@ -45,23 +49,30 @@ def row_dots(do: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: if the shapes differ or a last stride is not 1.
     """
+    launch = _prepare(*forms((do, o)))
+    rows, heads, _ = do.shape
+    delta = do.new_empty(heads, rows, dtype=torch.float32)
+    if launch is not None:
+        launch(do, o, delta)
+    return delta
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _prepare(do: Form, o: Form) -> Prepared | None:
+    """Check do and o and return the launch; None where there is nothing to do."""
     if do.shape != o.shape:
         raise ValueError(f"do has shape {tuple(do.shape)}, o has {tuple(o.shape)}")
-    if do.numel() and (do.stride(-1) != 1 or o.stride(-1) != 1):
-        raise ValueError(f"do and o have last strides {do.stride(-1)} and {o.stride(-1)}; both 1")
+    if not do.num_elements:
+        return None
+    if do.strides[-1] != 1 or o.strides[-1] != 1:
+        raise ValueError(f"do and o have last strides {do.strides[-1]} and {o.strides[-1]}; both 1")
     rows, heads, head_dim = do.shape
-    delta = do.new_empty(heads, rows, dtype=torch.float32)
-    if delta.numel():
-        _delta_kernel[(triton.cdiv(rows, ROWS), heads)](
-            do,
-            o,
-            delta,
-            rows,
-            *do.stride()[:2],
-            *o.stride()[:2],
-            delta.stride(0),
-            ROWS=ROWS,
-            HEAD_DIM=head_dim,
-            D=max(16, triton.next_power_of_2(head_dim)),
-        )
-    return delta
+    padded = max(16, triton.next_power_of_2(head_dim))
+    constants = {"ROWS": ROWS, "HEAD_DIM": head_dim, "D": padded}
+    return Prepared(
+        _delta_kernel,
+        (triton.cdiv(rows, ROWS), heads),
+        (rows, *do.row_strides, *o.row_strides, rows),
+        constants,
+        blocks=[None, None, None],
+    )

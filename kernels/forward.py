@@ -8,7 +8,8 @@ exp(s - m) and the weighted sum of values:
     acc' = exp(m - m') acc + exp(s - m') v
 
 A row of running state (o, lse) is the same thing with m = lse, l = 1 and the sum o. It joins after
-the last key: one more step of the same form, and then o = acc / l, lse = m + log l.
+the last key: one more step of the same form, and then o = acc / l, lse = m + log l. A learnable
+sink adds exp(sink - m) to the l that divides acc, at the last launch; lse leaves it out.
 
 Inside, scores are in base 2: exp(s) = exp2(s log2 e), and scale * log2 e is applied after the
 maximum is found, one multiply-add for each score. A row without keys keeps m = -inf and l = 0.
@@ -20,7 +21,8 @@ Source: Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -42,9 +44,14 @@ from hexiseq_triton.kernels.blocks import (
     visible,
     work_item,
 )
-from hexiseq_triton.kernels.launch import Launch, Rows
+from hexiseq_triton.kernels.configs import Config
+from hexiseq_triton.kernels.forms import Form, bounded_blocks, form, forms
+from hexiseq_triton.kernels.hopper import guard
+from hexiseq_triton.kernels.interned import Interned, interned
+from hexiseq_triton.kernels.launch import Launch
 from hexiseq_triton.kernels.launch_tables import FORWARD, config_for
-from hexiseq_triton.kernels.options import AttentionOptions, HeadMap
+from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, Segments
+from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
 from hexiseq_triton.segments import Segment
 
@@ -88,15 +95,41 @@ def _attend(
 
 
 @triton.jit
+def _add_rows(
+    acc, weight, source, num_rows, stride_row, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return acc + weight * columns [FIRST, FIRST + WIDTH) of rows [0, num_rows), [ROWS, WIDTH].
+
+    By the half, down to 64 columns: what is loaded at once must fit the registers beside acc.
+    """
+    if WIDTH > 64:
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, [ROWS, 2, HALF]), [0, 2, 1]))
+        left = _add_rows(left, weight, source, num_rows, stride_row, FIRST, ROWS, HALF, HEAD_DIM)
+        right = _add_rows(
+            right, weight, source, num_rows, stride_row, FIRST + HALF, ROWS, HALF, HEAD_DIM
+        )
+        acc = tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [ROWS, WIDTH])
+    else:
+        rows, columns = tl.arange(0, ROWS)[:, None], FIRST + tl.arange(0, WIDTH)[None, :]
+        inside = (rows < num_rows) & (columns < HEAD_DIM)
+        old = tl.load(source + (rows * stride_row + columns), mask=inside, other=0.0)
+        acc += weight[:, None] * old
+    return acc
+
+
+@triton.jit
 def _forward_tile(
-    step, q, k, v, o, lse, out, tile_map,
+    step, q, k, v, edge_v, o, lse, out, sink, tile_map,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, HAS_SINK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, head = work_item(step, num_tiles, num_heads, heads_together)
     row, num_rows, position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
@@ -127,7 +160,7 @@ def _forward_tile(
         k_row, k_rows, k_position = load_span(tile_map, num_tiles, span)
         for at in tl.range(0, k_rows, BLOCK_N):
             acc, m, total = _attend(
-                acc, m, total, queries, k, v, k_row + at, k_rows - at, kv_head,
+                acc, m, total, queries, k, edge_v, k_row + at, k_rows - at, kv_head,
                 stride_kt, stride_kh, stride_vt, stride_vh,
                 low, high, k_position + at, scale, cap_scale, cap,
                 BLOCK_N, HEAD_DIM, D, True, HAS_LEFT, SOFTCAP, DESCRIPTORS, UPCAST,
@@ -144,14 +177,17 @@ def _forward_tile(
     if not FIRST:
         old_weight = tl.exp2(old - pivot)
         total += old_weight
+    new_lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    tl.store(lse_at, new_lse, mask=in_tile)
+    if HAS_SINK:
+        total += tl.exp2(tl.load(sink + head) * LOG2E - pivot)
     inverse = tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)
     acc = acc * (weight * inverse)[:, None]
     if not FIRST:
-        acc += (old_weight * inverse)[:, None] * load_block(
-            o, row, num_rows, head, stride_ot, stride_oh, BLOCK_M, HEAD_DIM, D, False, False
+        start = o + row.to(tl.int64) * stride_ot + head.to(tl.int64) * stride_oh
+        acc = _add_rows(
+            acc, old_weight * inverse, start, num_rows, stride_ot, 0, BLOCK_M, D, HEAD_DIM
         )
-    new_lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
-    tl.store(lse_at, new_lse, mask=in_tile)
     if LAST:
         store_block(
             out, acc, row, num_rows, head, stride_outt, stride_outh, BLOCK_M, HEAD_DIM, D, False
@@ -162,14 +198,15 @@ def _forward_tile(
 
 @triton.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    q, k, v, o, lse, out, tile_map,
+    q, k, v, edge_v, o, lse, out, sink, tile_map,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, HAS_SINK: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     if PERSISTENT:
@@ -177,23 +214,23 @@ def _forward_kernel(
             tl.program_id(0), num_tiles * num_heads, tl.num_programs(0), disable_licm=True
         ):
             _forward_tile(
-                step, q, k, v, o, lse, out, tile_map,
+                step, q, k, v, edge_v, o, lse, out, sink, tile_map,
                 num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
                 scale, cap_scale, cap, left, right,
                 stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
                 BLOCK_M, BLOCK_N, HEAD_DIM, D, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                FIRST, LAST, DESCRIPTORS, UPCAST,
+                FIRST, LAST, HAS_SINK, DESCRIPTORS, UPCAST,
             )  # fmt: skip
     else:
         _forward_tile(
-            tl.program_id(0), q, k, v, o, lse, out, tile_map,
+            tl.program_id(0), q, k, v, edge_v, o, lse, out, sink, tile_map,
             num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
             scale, cap_scale, cap, left, right,
             stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
             stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
             BLOCK_M, BLOCK_N, HEAD_DIM, D, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-            FIRST, LAST, DESCRIPTORS, UPCAST,
+            FIRST, LAST, HAS_SINK, DESCRIPTORS, UPCAST,
         )  # fmt: skip
 
 
@@ -204,12 +241,13 @@ def attention_forward(
     o: torch.Tensor | None,
     lse: torch.Tensor,
     q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    kv_segments: Segments,
     heads: HeadMap,
     options: AttentionOptions,
     *,
     first: bool = False,
     out: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
     sm_margin: int = 0,
 ) -> None:
     """Let the queries see one more chunk of keys: update (o, lse) in place.
@@ -228,60 +266,149 @@ def attention_forward(
         first: there is no state yet; o and lse are written, and never read.
         out: this is the last chunk; the output goes here, [T, H, D] in any float dtype, and o
             stays as it was. Rows without keys get 0.
+        sink: with `out`, one more logit of each query head, [H] fp32 in nats, contiguous.
         sm_margin: multiprocessors to leave to other kernels.
 
     Raises:
         ValueError: if a dtype, head dimension, shape or stride is not supported.
     """
-    launch = Launch(q, k, v, heads, options)
-    launch.expect("lse", lse, (q.shape[1], q.shape[0]), torch.float32)
-    if out is not None:
-        launch.expect("out", out, tuple(q.shape))
-    if o is not None:
-        launch.expect("o", o, tuple(q.shape), torch.float32)
-    elif out is None or not first:
-        raise ValueError("o is None; only a launch that is first and writes `out` needs no o")
     read, written = (out if o is None else o), (o if out is None else out)
-    assert read is not None
-    assert written is not None
+    if read is None or written is None or (o is None and not first):
+        raise ValueError("o is None; only a launch that is first and writes `out` needs no o")
+    if sink is not None and out is None:
+        raise ValueError("sink is given without `out`; it joins at the last launch only")
+    keys = forms((q, k, v, read, lse, written))
+    sink_form = None if sink is None else form(sink)
+    segments = interned(q_segments), interned(kv_segments)
+    last = out is not None
+    call = (heads, options, first, last, sm_margin)
+    if sink is None and guard.runs("forward", q):
+        on_hopper = prepare_hopper(*keys, *segments, *call)
+        if on_hopper is not None:
+            on_hopper(q, k, v, read, lse, written)
+            return
     config = config_for(FORWARD, q)
+    launch = prepare_forward(*keys, sink_form, *segments, *call, config)
+    if launch is not None:
+        launch(q, k, v, v, read, lse, written, lse if sink is None else sink)
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def prepare_hopper(
+    q: Form,
+    k: Form,
+    v: Form,
+    read: Form,
+    lse: Form,
+    written: Form,
+    q_segments: Interned,
+    kv_segments: Interned,
+    heads: HeadMap,
+    options: AttentionOptions,
+    first: bool,
+    last: bool,
+    sm_margin: int,
+) -> Callable[..., None] | None:
+    """Check everything and return the Hopper kernel's launch, of (q, k, v, o, lse, out).
+
+    None where the copy engine can't read the tensors, or there is nothing to do, and for windows:
+    a first version of the kernel gave other results now and then, and the mended one has not run
+    long enough under windows to be trusted.
+    """
+    from hexiseq_triton.kernels.hopper import forward as hopper  # needs Gluon
+
+    launch = _checked(q, k, v, read, lse, written, None, heads, options, first, last)
+    if options.mask.left is not None or not launch.fits_descriptors(q, k, v):
+        return None
+    return hopper.prepare(
+        launch, q, k, v, read, lse, written, q_segments.segments, kv_segments.segments,
+        first=first, last=last, sm_margin=sm_margin,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def prepare_forward(
+    q: Form,
+    k: Form,
+    v: Form,
+    read: Form,
+    lse: Form,
+    written: Form,
+    sink: Form | None,
+    q_segments: Interned,
+    kv_segments: Interned,
+    heads: HeadMap,
+    options: AttentionOptions,
+    first: bool,
+    last: bool,
+    sm_margin: int,
+    config: Config,
+) -> Prepared | None:
+    """Check everything and return the launch; None where there is nothing to do."""
+    launch = _checked(q, k, v, read, lse, written, sink, heads, options, first, last)
     tiles = query_tiles(
-        q_segments, kv_segments, options.mask, config.block_m, config.block_n, q.device,
-        keep_empty=first or out is not None,
+        q_segments.segments, kv_segments.segments, options.mask, config.block_m, config.block_n,
+        q.device, keep_empty=first or last,
     )  # fmt: skip
     items = tiles.num_tiles * q.shape[1]
     if not items:
-        return
-
+        return None
     descriptors = config.descriptors and launch.fits_descriptors(q, k, v)
-    rows_q, rows_k, rows_v = Rows(q), Rows(k), Rows(v)
-    state, result = Rows(read), Rows(written)
+    cut = ((q, config.block_m), (k, config.block_n), (v, config.block_n))
+    blocks = [x.blocks(rows) if descriptors else None for x, rows in cut]
+    # only values that the mask takes out need their bound: scores of such keys are replaced
+    blocks.append(bounded_blocks(v, config.block_n) if descriptors else None)
     programs = config.num_programs(items, q.device, sm_margin)
-    _forward_kernel[(programs,)](
-        rows_q.source(config.block_m, descriptors),
-        rows_k.source(config.block_n, descriptors),
-        rows_v.source(config.block_n, descriptors),
-        state.tensor,
-        lse,
-        result.tensor,
-        tiles.table,
+    scalars = (
         tiles.num_tiles,
         q.shape[1],
         launch.kv_heads_together(k, 2, 1) * heads.q_per_kv,
         *launch.scalars,
-        *rows_q.strides,
-        *rows_k.strides,
-        *rows_v.strides,
-        *state.strides,
-        lse.stride(0),
-        *result.strides,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        **launch.flags,
-        FIRST=first,
-        LAST=out is not None,
-        DESCRIPTORS=descriptors,
-        PERSISTENT=programs < items,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        *q.row_strides,
+        *k.row_strides,
+        *v.row_strides,
+        *read.row_strides,
+        lse.strides[0],
+        *written.row_strides,
     )
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        **launch.flags,
+        "FIRST": first,
+        "LAST": last,
+        "HAS_SINK": sink is not None,
+        "DESCRIPTORS": descriptors,
+        "PERSISTENT": programs < items,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return Prepared(
+        _forward_kernel, (programs,), scalars, constants,
+        tiles=tiles, blocks=[*blocks, None, None, None, None],
+    )  # fmt: skip
+
+
+def _checked(
+    q: Form,
+    k: Form,
+    v: Form,
+    read: Form,
+    lse: Form,
+    written: Form,
+    sink: Form | None,
+    heads: HeadMap,
+    options: AttentionOptions,
+    first: bool,
+    last: bool,
+) -> Launch:
+    """Return the launch's common part; raise a ValueError that names what is not supported."""
+    launch = Launch(q, k, v, heads, options)
+    launch.expect("lse", lse, (q.shape[1], q.shape[0]), torch.float32)
+    if last:
+        launch.expect("out", written, tuple(q.shape))
+    if not (first and last):
+        launch.expect("o", read, tuple(q.shape), torch.float32)
+    if sink is not None:
+        launch.expect("sink", sink, (q.shape[1],), torch.float32)
+    return launch

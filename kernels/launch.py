@@ -1,4 +1,4 @@
-"""From tensors to kernel arguments: checks, strides, descriptors, and what all launches share."""
+"""From forms of tensors to kernel arguments: checks, and what all attention launches share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from hexiseq_triton.kernels.forms import ALIGNMENT, Form
 from hexiseq_triton.kernels.options import AttentionOptions, HeadMap
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,37 +20,20 @@ _L2_SHARE = 1.7  # of the L2 cache; programs walk the rows roughly in step, so h
 _CPU_L2_BYTES = 1 << 14  # small, so that interpreted launches group heads too
 
 
-class Rows:
-    """A [T, H, D] tensor with unit last stride, as the kernels see it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.strides = (tensor.stride(0), tensor.stride(1))
-
-    def source(self, block_rows: int, descriptors: bool) -> torch.Tensor | TensorDescriptor:
-        """Return what `load_block` reads: the tensor, or the matrix with all heads as columns."""
-        if not descriptors:
-            return self.tensor
-        rows, heads, head_dim = self.tensor.shape
-        shape = [rows, (heads - 1) * self.strides[1] + head_dim]
-        block = [block_rows, head_dim]
-        return TensorDescriptor(self.tensor, shape, [self.strides[0], 1], block)
-
-
 class Launch:
     """The checked inputs of one attention launch and the arguments that follow from them."""
 
     def __init__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Form,
+        k: Form,
+        v: Form,
         heads: HeadMap,
         options: AttentionOptions,
     ) -> None:
         if q.dtype not in DTYPES:
             raise ValueError(f"q is {q.dtype}; the kernels take {', '.join(map(str, DTYPES))}")
-        if q.dim() != 3:
+        if len(q.shape) != 3:
             raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, D]")
         self.device = q.device
         self.num_heads, self.head_dim = q.shape[1], q.shape[2]
@@ -72,7 +55,7 @@ class Launch:
     def expect(
         self,
         name: str,
-        tensor: torch.Tensor,
+        tensor: Form,
         shape: tuple[int, ...],
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -83,15 +66,16 @@ class Launch:
             raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}; q is on {self.device}")
-        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has last stride {tensor.stride(-1)}; it must be 1")
-        if tensor.numel() and tensor.dim() == 3 and tensor.stride(0) * _WIDEST_BLOCK >= _INT32:
+        if tensor.num_elements and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
+            raise ValueError(f"{name} has last stride {tensor.strides[-1]}; it must be 1")
+        far = tensor.strides[0] * _WIDEST_BLOCK >= _INT32
+        if tensor.num_elements and len(tensor.shape) == 3 and far:
             raise ValueError(
-                f"{name} has token stride {tensor.stride(0)}; "
+                f"{name} has token stride {tensor.strides[0]}; "
                 f"supported: below {_INT32 // _WIDEST_BLOCK}"
             )
 
-    def fits_descriptors(self, *tensors: torch.Tensor) -> bool:
+    def fits_descriptors(self, *tensors: Form) -> bool:
         """Return whether the copy engine can read blocks of all `tensors`."""
         power_of_two = self.head_dim & (self.head_dim - 1) == 0
         return power_of_two and self.head_dim >= 16 and all(map(_fits_descriptor, tensors))
@@ -116,7 +100,7 @@ class Launch:
             "UPCAST": bool(triton.knobs.runtime.interpret),
         }
 
-    def kv_heads_together(self, read: torch.Tensor, num_tensors: int, per_kv: int) -> int:
+    def kv_heads_together(self, read: Form, num_tensors: int, per_kv: int) -> int:
         """Return how many KV heads should run together, so that what they read fits the L2 cache.
 
         Args:
@@ -124,18 +108,18 @@ class Launch:
             num_tensors: how many such tensors.
             per_kv: heads of `read` for each KV head.
         """
-        head_bytes = read.shape[0] * read.shape[2] * read.element_size() * num_tensors * per_kv
+        head_bytes = read.shape[0] * read.shape[2] * read.dtype.itemsize * num_tensors * per_kv
         fit = max(1, int(_L2_SHARE * l2_bytes(self.device)) // max(1, head_bytes))
         num_groups = max(1, -(-self.num_kv_heads // fit))
         return max(1, -(-self.num_kv_heads // num_groups))
 
 
-def _fits_descriptor(tensor: torch.Tensor) -> bool:
-    size = tensor.element_size()
-    row_bytes = tensor.stride(0) * size
-    columns = (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
-    aligned = tensor.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and row_bytes > 0
-    return tensor.numel() > 0 and aligned and columns < _INT32
+def _fits_descriptor(tensor: Form) -> bool:
+    if not tensor.num_elements:
+        return False
+    row_bytes = tensor.strides[0] * tensor.dtype.itemsize
+    aligned = tensor.aligned and row_bytes % ALIGNMENT == 0 and row_bytes > 0
+    return aligned and tensor.blocks(1).shape[1] < _INT32
 
 
 @cache

@@ -1,7 +1,7 @@
 """Attention over packed documents as two PyTorch operators, for autograd and torch.compile.
 
-    hexiseq_triton::attention_forward    q, k, v                  -> out, lse
-    hexiseq_triton::attention_backward   do, q, k, v, out, lse    -> dq, dk, dv
+    hexiseq_triton::attention_forward    q, k, v, sink                  -> out, lse
+    hexiseq_triton::attention_backward   do, q, k, v, sink, out, lse    -> dq, dk, dv, dsink
 
 The documents come as cu_seqlens *tensors*, and the operators read them inside. A compiled graph
 then holds one opaque node whose output shapes follow from q and k alone: no graph break where the
@@ -13,9 +13,11 @@ What an operator returns is allocated by one function, for real and for fake ten
 whatever the strides of the inputs. So the compiler's idea of the strides cannot differ from theirs.
 
 Backward needs delta = rowsum(do * out). The score s of a pair enters lse with the slope p, so a
-gradient of lse only shifts delta:  ds = p (do v^T - (delta - dlse)).
+gradient of lse only shifts delta:  ds = p (do v^T - (delta - dlse)). Where a sink takes its share,
+p is exp(s - L) and the slope of s in lse is exp(s - lse), so dlse gets the factor exp(L - lse).
 
-Layout: q, out, do, dq [T, H, D]; k, v, dk, dv [T_kv, H_kv, D]; lse [H, T] in the state dtype.
+Layout: q, out, do, dq [T, H, D]; k, v, dk, dv [T_kv, H_kv, D]; lse [H, T] and sink, dsink [H] in
+the state dtype. An operator cannot return None: without a sink dsink is [0].
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from hexiseq_triton.kernels.options import (
     state_dtype,
     unit_last_stride,
 )
+from hexiseq_triton.kernels.sink import lse_with_sink, sink_gradient
 from hexiseq_triton.segments import Mask
 
 _Call = tuple[Segments, Segments, HeadMap, AttentionOptions]
@@ -47,6 +50,7 @@ def packed_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | None,
@@ -55,6 +59,7 @@ def packed_forward(
     right: int | None,
     softmax_scale: float,
     softcap: float,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend, each document for itself; queries and keys of a document end together.
 
@@ -62,6 +67,7 @@ def packed_forward(
         q: queries, [T, H, D], any strides; query head h reads KV head h // (H / H_kv).
         k: keys, [T_kv, H_kv, D], any strides.
         v: values, as k.
+        sink: one more logit of each query head, [H] in the state dtype, in nats; None is none.
         cu_seqlens_q: first row of each document in q, then T; [num_docs + 1] int32 or int64.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q: no document may have more queries; None checks nothing.
@@ -70,10 +76,11 @@ def packed_forward(
         right: a query sees that many keys after its own position.
         softmax_scale: multiplies q . k; positive.
         softcap: caps scores at c * tanh(s / c); 0.0 is off.
+        deterministic: backward repeats bit for bit, also where that is slower.
 
     Returns:
         out [T, H, D] in the dtype of q, and lse [H, T] in the state dtype, in nats; 0 and -inf for
-        queries that see no key.
+        queries that see no key. The sink counts in out and not in lse.
 
     Raises:
         InputError: if cu_seqlens don't fit the tensors.
@@ -83,7 +90,7 @@ def packed_forward(
     call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
     q, k, v = (unit_last_stride(x) for x in (q, k, v))
     out, lse = _new_outputs(q)
-    attention_forward(q, k, v, None, lse, *call, first=True, out=out)
+    attention_forward(q, k, v, None, lse, *call, first=True, out=out, sink=sink)
     return out, lse
 
 
@@ -94,6 +101,7 @@ def packed_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -102,25 +110,34 @@ def packed_backward(
     right: int | None,
     softmax_scale: float,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk and dv in the shapes and dtype of q, k and v.
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv in the shapes and dtype of q, k and v, and dsink as sink.
 
     Args:
         do: gradient of out, [T, H, D], any strides.
         dlse: gradient of lse, [H, T]; None is 0.
-        q, k, v: as in `packed_forward`.
+        q, k, v, sink: as in `packed_forward`.
         out: its output.
         lse: its log-sum-exp.
-        cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap: as there.
+        cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap, deterministic: as there.
     """
     call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
     q, k, v, do = (unit_last_stride(x) for x in (q, k, v, do))
     delta = row_dots(do, out)
+    dq, dk, dv, dsink = _new_gradients(q, k, v, sink)
+    if sink is not None:
+        keys_lse, lse = lse, lse_with_sink(lse, sink)
+        dsink.copy_(sink_gradient(sink, lse, delta))
+        if dlse is not None:
+            seen = keys_lse > -torch.inf
+            dlse = dlse * torch.exp(lse - keys_lse).where(seen, torch.ones_like(lse))
     if dlse is not None:
         delta -= dlse
-    dq, dk, dv = _new_gradients(q, k, v)
-    attention_backward(q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False)
-    return dq, dk, dv
+    attention_backward(
+        q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False, deterministic=deterministic
+    )
+    return dq, dk, dv, dsink
 
 
 @packed_forward.register_fake
@@ -129,13 +146,13 @@ def _(q, *_):
 
 
 @packed_backward.register_fake
-def _(do, dlse, q, k, v, *_):
-    return _new_gradients(q, k, v)
+def _(do, dlse, q, k, v, sink, *_):
+    return _new_gradients(q, k, v, sink)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, _, _, *options = inputs
+    ctx.save_for_backward(q, k, v, sink, *output, cu_seqlens_q, cu_seqlens_k)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
@@ -143,10 +160,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(
     ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    q, *_ = saved = ctx.saved_tensors
+    q, _, _, sink, *_ = saved = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(q)
-    return *packed_backward(do, dlse, *saved, *ctx.options), *[None] * 8
+    dq, dk, dv, dsink = packed_backward(do, dlse, *saved, *ctx.options)
+    return dq, dk, dv, None if sink is None else dsink, *[None] * 9
 
 
 packed_forward.register_autograd(_differentiate, setup_context=_save)
@@ -159,10 +177,12 @@ def _new_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _new_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return room for dq, dk and dv."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for dq, dk, dv and dsink."""
+    heads = 0 if sink is None else q.shape[1]
+    dsink = q.new_empty(heads, dtype=state_dtype(q.dtype))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
 def _call(

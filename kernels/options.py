@@ -1,12 +1,13 @@
-"""What one attention call computes: mask, scale, softcap; shared by reference and kernels."""
+"""What one attention call computes, and where its keys stand; shared by reference and kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from hexiseq_triton.segments import Mask
+from hexiseq_triton.segments import Mask, Segment
 
 
 class AttentionOptions(NamedTuple):
@@ -33,6 +34,42 @@ class HeadMap(NamedTuple):
     def kv_head(self, i: int) -> int:
         """Return the local KV head that local query head i reads."""
         return (self.q_head_start + i) // self.q_per_kv - self.q_head_start // self.q_per_kv
+
+
+class PlacedSegment(NamedTuple):
+    """Positions [start, stop) of one document that stand in memory from row `row` on.
+
+    With placed segments one launch sees several chunks of keys that lie anywhere in one buffer.
+    """
+
+    document: int
+    start: int
+    stop: int
+    row: int
+
+
+Segments = Sequence[Segment] | Sequence[PlacedSegment]
+"""Rows of a tensor: segments one after the other, or all placed. Placed rows must not overlap."""
+
+
+def placed(segments: Sequence[Segment], row: int) -> tuple[PlacedSegment, ...]:
+    """Place segments one after the other, from row `row` on."""
+    found = []
+    for segment in segments:
+        found.append(PlacedSegment(*segment, row))
+        row += segment.num_tokens
+    return tuple(found)
+
+
+def with_rows(segments: Segments) -> list[tuple[Segment, int]]:
+    """Return every segment with the row at which it begins."""
+    found, row = [], 0
+    for segment in segments:
+        if isinstance(segment, PlacedSegment):
+            row = segment.row
+        found.append((Segment(*segment[:3]), row))
+        row += segment.stop - segment.start
+    return found
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

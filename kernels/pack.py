@@ -11,18 +11,23 @@ loads once. Neighbouring programs work on the same tokens, so that rows of memor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from hexiseq_triton.kernels.forms import Form, forms
 from hexiseq_triton.kernels.pieces import CHUNK_FIELDS, PLACE_FIELDS, Pieces
+from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 from hexiseq_triton.kernels.rotation import Rotation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 MOST_TENSORS = 3
-# of 14 choices the one whose worst case is best: 93% of the copy rate in bench_pack on an H100
+NUM_TENSORS = MOST_TENSORS + 6  # and away, own, cos, sin, chunks, places
+# of 14 choices the one whose worst case is best in bench_pack on an H100
 BLOCK_BYTES = 16384  # of one head that a program holds at once, over its rows
 NUM_WARPS = 8
 
@@ -63,14 +68,10 @@ def _write(x, ends, columns, mask, D: tl.constexpr, UNPACK: tl.constexpr):
 
 
 @triton.jit
-def _move(
-    ends, inside,
-    D: tl.constexpr, FIRST: tl.constexpr, PAD: tl.constexpr, UNPACK: tl.constexpr,
-):  # fmt: skip
-    """Copy columns [FIRST, D) of one head."""
+def _columns(inside, D: tl.constexpr, FIRST: tl.constexpr, PAD: tl.constexpr):
+    """Return columns [FIRST, D), [1, PAD], and which elements exist, [ROWS, PAD]."""
     columns = FIRST + tl.arange(0, PAD)[None, :]
-    mask = inside[:, None] & (columns < D)
-    _write(_read(ends, columns, mask, D, UNPACK), ends, columns, mask, D, UNPACK)
+    return columns, inside[:, None] & (columns < D)
 
 
 @triton.jit
@@ -118,6 +119,7 @@ def _move_kernel(
     UNPACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
 ):  # fmt: skip
+    UNROLL: tl.constexpr = 2 if UNPACK else 1  # a few % either way, see docs/kernel-log.md
     chunk = chunks + tl.program_id(0) % num_chunks * _CHUNK_FIELDS
     row = (tl.program_id(0) // num_chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
@@ -136,23 +138,27 @@ def _move_kernel(
     if HALF == 0:
         turns = 0
     if turns == 0:
-        for head in range(num_heads):
+        for head in tl.range(num_heads, loop_unroll_factor=UNROLL):
             ends = (lines + head * stride_h, away, own, places, num_places, head, row)
-            _move(ends, inside, D, 0, PAD, UNPACK)
+            columns, mask = _columns(inside, D, 0, PAD)
+            _write(_read(ends, columns, mask, D, UNPACK), ends, columns, mask, D, UNPACK)
     else:
         # [ROWS, HALF_PAD]
         c = _angles(cos, row, inside, stride_cost, stride_cosd, HALF, HALF_PAD)
         s = _angles(sin, row, inside, stride_sint, stride_sind, HALF, HALF_PAD)
         if UNPACK:
             s = -s
-        for head in range(num_heads):
+        for head in tl.range(num_heads, loop_unroll_factor=UNROLL):
             ends = (lines + head * stride_h, away, own, places, num_places, head, row)
+            if 2 * HALF < D:  # read before anything is written: the loads then run side by side
+                columns, mask = _columns(inside, D, 2 * HALF, REST_PAD)
+                rest = _read(ends, columns, mask, D, UNPACK)
             if INTERLEAVED:
                 _turn_pairs(ends, inside, c, s, D, HALF, HALF_PAD, UNPACK)
             else:
                 _turn_halves(ends, inside, c, s, D, HALF, HALF_PAD, UNPACK)
             if 2 * HALF < D:
-                _move(ends, inside, D, 2 * HALF, REST_PAD, UNPACK)
+                _write(rest, ends, columns, mask, D, UNPACK)
 
 
 def pack(
@@ -175,7 +181,7 @@ def pack(
     Raises:
         ValueError: if a tensor is not like that.
     """
-    _launch(tensors, away, own, pieces, rotation, UNPACK=False)
+    _launch(tensors, away, own, pieces, rotation, unpacks=False)
 
 
 def unpack(
@@ -197,7 +203,7 @@ def unpack(
     Raises:
         ValueError: if a tensor is not like that.
     """
-    _launch(tensors, away, own, pieces, rotation, UNPACK=True)
+    _launch(tensors, away, own, pieces, rotation, unpacks=True)
 
 
 def _launch(
@@ -206,62 +212,87 @@ def _launch(
     own: torch.Tensor,
     pieces: Pieces,
     rotation: Rotation | None,
-    **direction: bool,
+    *,
+    unpacks: bool,
 ) -> None:
+    turned = None if rotation is None else _Turned.of(rotation)
+    keys = tuple(forms(tensors)), *forms((away, own))
+    launch = _prepare(*keys, pieces, turned, unpacks)
+    if launch is not None:
+        padding = [tensors[0]] * (MOST_TENSORS - len(tensors))
+        angles = (away, away) if rotation is None else (rotation.cos, rotation.sin)
+        launch(*tensors, *padding, away, own, *angles, *pieces.tables(away.device))
+
+
+class _Turned(NamedTuple):
+    """The form of a rotation."""
+
+    cos: Form
+    sin: Form
+    interleaved: bool
+
+    @classmethod
+    def of(cls, rotation: Rotation) -> _Turned:
+        cos, sin = forms((rotation.cos, rotation.sin))
+        return cls(cos, sin, rotation.interleaved)
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _prepare(
+    tensors: tuple[Form, ...],
+    away: Form,
+    own: Form,
+    pieces: Pieces,
+    turned: _Turned | None,
+    unpacks: bool,
+) -> Prepared | None:
+    """Check everything and return the launch; None where there is nothing to do."""
     _check_tensors(tensors, pieces)
     num_tokens, _, head_dim = tensors[0].shape
     buffers = (("away", away), ("own", own))
     for (name, buffer), slots in zip(buffers, pieces.num_slots(num_tokens), strict=True):
         _check_buffer(name, buffer, slots, away.dtype, tensors[0])
-    if rotation is not None:
-        _check_rotation(rotation, tensors[0])
-    device = tensors[0].device
-    chunks, places = pieces.tables(device)
-    if not num_tokens or not len(chunks):
-        return
+    if turned is not None:
+        _check_rotation(turned, tensors[0])
+    num_chunks = len(pieces.tables(away.device).chunks)
+    if not num_tokens or not num_chunks:
+        return None
 
-    half = rotation.num_turned // 2 if rotation else 0
-    cos, sin = (rotation.cos, rotation.sin) if half and rotation else (away, away)
+    half = turned.cos.shape[1] if turned else 0
+    cos, sin = (turned.cos, turned.sin) if turned else (away, away)
     padded = triton.next_power_of_2(head_dim)
-    rows = BLOCK_BYTES // (padded * max(tensors[0].element_size(), away.element_size()))
-    first, second, third = (*tensors, *[tensors[0]] * (MOST_TENSORS - len(tensors)))
-    _move_kernel[(triton.cdiv(num_tokens, rows) * len(chunks),)](
-        first,
-        second,
-        third,
-        away,
-        own,
-        cos,
-        sin,
-        chunks,
-        places,
+    rows = BLOCK_BYTES // (padded * max(tensors[0].dtype.itemsize, away.dtype.itemsize))
+    three = (*tensors, *[tensors[0]] * (MOST_TENSORS - len(tensors)))
+    scalars = (
         num_tokens,
-        len(chunks),
-        *first.stride()[:2],
-        *second.stride()[:2],
-        *third.stride()[:2],
-        *cos.stride(),
-        *sin.stride(),
-        **direction,
-        INTERLEAVED=rotation is not None and rotation.interleaved,
-        ROWS=rows,
-        D=head_dim,
-        PAD=padded,
-        HALF=half,
-        HALF_PAD=triton.next_power_of_2(max(1, half)),
-        REST_PAD=triton.next_power_of_2(max(1, head_dim - 2 * half)),
-        num_warps=NUM_WARPS,
+        num_chunks,
+        *(stride for x in three for stride in x.row_strides),
+        *cos.strides,
+        *sin.strides,
     )
+    constants = {
+        "UNPACK": unpacks,
+        "INTERLEAVED": turned is not None and turned.interleaved,
+        "ROWS": rows,
+        "D": head_dim,
+        "PAD": padded,
+        "HALF": half,
+        "HALF_PAD": triton.next_power_of_2(max(1, half)),
+        "REST_PAD": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        "num_warps": NUM_WARPS,
+    }
+    grid = (triton.cdiv(num_tokens, rows) * num_chunks,)
+    return Prepared(_move_kernel, grid, scalars, constants, blocks=[None] * NUM_TENSORS)
 
 
-def _check_tensors(tensors: Sequence[torch.Tensor], pieces: Pieces) -> None:
+def _check_tensors(tensors: Sequence[Form], pieces: Pieces) -> None:
     num_heads = pieces.num_heads
     least = 1 + max(num_heads, default=0)
     if not least <= len(tensors) <= MOST_TENSORS:
         raise ValueError(f"got {len(tensors)} tensors; expected {least} to {MOST_TENSORS}")
     like = tensors[0]
     for i, x in enumerate(tensors):
-        if x.dim() != 3:
+        if len(x.shape) != 3:
             raise ValueError(f"tensor {i} has shape {tuple(x.shape)}; expected [T, H, D]")
         if x.shape[1] < num_heads.get(i, 0):
             raise ValueError(f"tensor {i} has {x.shape[1]} heads; its pieces {num_heads[i]}")
@@ -275,45 +306,43 @@ def _check_tensors(tensors: Sequence[torch.Tensor], pieces: Pieces) -> None:
             raise ValueError(
                 f"tensor {i} is {x.dtype} on {x.device}, tensor 0 {like.dtype} on {like.device}"
             )
-        if x.numel() and x.stride(2) != 1:
-            raise ValueError(f"tensor {i} has last stride {x.stride(2)}; it must be 1")
+        if x.num_elements and x.strides[2] != 1:
+            raise ValueError(f"tensor {i} has last stride {x.strides[2]}; it must be 1")
     if like.shape[2] % 8 or not 0 < like.shape[2] <= MAX_HEAD_DIM:
         raise ValueError(
             f"head dimension {like.shape[2]} is not supported; multiples of 8 up to {MAX_HEAD_DIM}"
         )
 
 
-def _check_buffer(
-    name: str, buffer: torch.Tensor, slots: int, dtype: torch.dtype, like: torch.Tensor
-) -> None:
+def _check_buffer(name: str, buffer: Form, slots: int, dtype: torch.dtype, like: Form) -> None:
     _check_dtype(name, buffer.dtype)
     d = like.shape[2]
-    if buffer.dim() != 2 or buffer.shape[1] != d or not buffer.is_contiguous():
+    if len(buffer.shape) != 2 or buffer.shape[1] != d or not buffer.is_contiguous:
         raise ValueError(
-            f"{name} has shape {tuple(buffer.shape)} and strides {buffer.stride()}; "
+            f"{name} has shape {tuple(buffer.shape)} and strides {buffer.strides}; "
             f"expected [slots, {d}], contiguous"
         )
-    if len(buffer) < slots:
-        raise ValueError(f"{name} has {len(buffer)} slots; its pieces need {slots}")
+    if buffer.shape[0] < slots:
+        raise ValueError(f"{name} has {buffer.shape[0]} slots; its pieces need {slots}")
     if buffer.dtype != dtype or buffer.device != like.device:
         raise ValueError(
             f"{name} is {buffer.dtype} on {buffer.device}; expected {dtype} on {like.device}"
         )
 
 
-def _check_rotation(rotation: Rotation, like: torch.Tensor) -> None:
-    for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
+def _check_rotation(turned: _Turned, like: Form) -> None:
+    for name, table in (("cos", turned.cos), ("sin", turned.sin)):
         _check_dtype(name, table.dtype)
-        if table.dim() != 2 or table.shape != rotation.cos.shape or len(table) != len(like):
+        same = table.shape == turned.cos.shape and table.shape[0] == like.shape[0]
+        if len(table.shape) != 2 or not same:
             raise ValueError(
-                f"{name} has shape {tuple(table.shape)}; expected [{len(like)}, R / 2]"
+                f"{name} has shape {tuple(table.shape)}; expected [{like.shape[0]}, R / 2]"
             )
         if table.device != like.device:
             raise ValueError(f"{name} is on {table.device}, the tensors on {like.device}")
-    if rotation.num_turned > like.shape[2]:
-        raise ValueError(
-            f"{rotation.num_turned} dimensions turn; the head dimension is {like.shape[2]}"
-        )
+    num_turned = 2 * turned.cos.shape[1]
+    if num_turned > like.shape[2]:
+        raise ValueError(f"{num_turned} dimensions turn; the head dimension is {like.shape[2]}")
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

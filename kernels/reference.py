@@ -11,6 +11,9 @@ key holds o = 0 and lse = -inf. Backward needs the final lse and delta = rowsum(
 
     p = exp(s - lse),  ds = scale p (do v^T - delta),  dv += p^T do,  dq += ds k,  dk += ds^T q
 
+A learnable sink is one more logit of each query head, without a value. It joins once, after the
+last chunk, and lse leaves it out; backward is given the log-sum-exp with it (see sink.py).
+
 Layout: q [T, H, D], k and v [T_kv, H_kv, D], o as q, lse and delta [H, T], natural log.
 State is float32, float64 for float64 input.
 Source: Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691.
@@ -18,13 +21,20 @@ Source: Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, state_dtype
-from hexiseq_triton.segments import Mask, Segment, pairs, rows_by_document
+from hexiseq_triton.kernels.options import (
+    AttentionOptions,
+    HeadMap,
+    Segments,
+    state_dtype,
+    with_rows,
+)
+from hexiseq_triton.segments import Mask, Segment, pairs
 
 BLOCK = 1024
 """Most query rows and key rows of one block; bounds the memory of the scores."""
@@ -46,7 +56,7 @@ def attention_forward(
     o: torch.Tensor,
     lse: torch.Tensor,
     q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    kv_segments: Segments,
     heads: HeadMap,
     options: AttentionOptions,
 ) -> None:
@@ -87,7 +97,7 @@ def attention_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    kv_segments: Segments,
     heads: HeadMap,
     options: AttentionOptions,
 ) -> None:
@@ -166,11 +176,11 @@ def _hidden(block: _Block, mask: Mask, device: torch.device) -> torch.Tensor | N
     return hidden
 
 
-def _blocks(
-    q_segments: Sequence[Segment], kv_segments: Sequence[Segment], mask: Mask
-) -> Iterator[_Block]:
+def _blocks(q_segments: Sequence[Segment], kv_segments: Segments, mask: Mask) -> Iterator[_Block]:
     """Yield every pair of query and key blocks in which some query sees some key."""
-    keys = rows_by_document(kv_segments)
+    keys: dict[int, list[tuple[Segment, int]]] = defaultdict(list)
+    for segment, row in with_rows(kv_segments):
+        keys[segment.document].append((segment, row))
     q_row = 0
     for q_segment in q_segments:
         for kv_segment, kv_row in keys.get(q_segment.document, []):

@@ -9,13 +9,14 @@ The map is one int32 array: tiles [num_tiles, TILE_FIELDS], then spans [num_span
     tile   row, num_rows, position, first full span, first edge span, last edge span + 1
     span   row, num_rows, position
 
+With placed segments the rows of the other side may lie anywhere, as those of several chunks do.
+
 A key at position j is seen by the queries at j - right ... j + left. So the map of key tiles and
 query spans, which dK and dV need, is the same map with the sides of the mask swapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,6 +24,7 @@ import numba
 import numpy as np
 import torch
 
+from hexiseq_triton.kernels.options import PlacedSegment, Segments
 from hexiseq_triton.segments import Mask, Segment
 
 TILE_FIELDS = 6
@@ -51,8 +53,8 @@ class TileMap:
 
 
 def query_tiles(
-    q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    q_segments: Segments,
+    kv_segments: Segments,
     mask: Mask,
     block_m: int,
     block_n: int,
@@ -70,8 +72,8 @@ def query_tiles(
 
 
 def key_tiles(
-    q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    q_segments: Segments,
+    kv_segments: Segments,
     mask: Mask,
     block_m: int,
     block_n: int,
@@ -87,8 +89,8 @@ def key_tiles(
 
 @lru_cache(maxsize=256)
 def _cached_map(
-    tile_segments: tuple[Segment, ...],
-    span_segments: tuple[Segment, ...],
+    tile_segments: tuple[Segment, ...] | tuple[PlacedSegment, ...],
+    span_segments: tuple[Segment, ...] | tuple[PlacedSegment, ...],
     mask: Mask,
     tile_block: int,
     span_block: int,
@@ -109,8 +111,8 @@ def _cached_map(
 
 
 def build_map(
-    tile_segments: Sequence[Segment],
-    span_segments: Sequence[Segment],
+    tile_segments: Segments,
+    span_segments: Segments,
     mask: Mask,
     tile_block: int,
     span_block: int,
@@ -122,35 +124,31 @@ def build_map(
     left = _UNBOUNDED if mask.left is None else mask.left
     right = _UNBOUNDED if mask.right is None else mask.right
     spanned = _as_array(span_segments)
-    rows = _first_rows(spanned)
     by_document = np.argsort(spanned[:, 0], kind="stable")
     tiles, spans, cost = _walk(
-        _as_array(tile_segments), spanned[by_document], rows[by_document],
+        _as_array(tile_segments), spanned[by_document],
         left, right, tile_block, span_block, keep_empty,
     )  # fmt: skip
     heaviest_first = np.argsort(-cost, kind="stable")
     return np.concatenate([tiles[heaviest_first].ravel(), spans.ravel()]), len(tiles)
 
 
-def _as_array(segments: Sequence[Segment]) -> np.ndarray:
-    """Return the segments as int64 [num_segments, 3]."""
+def _as_array(segments: Segments) -> np.ndarray:
+    """Return document, start, stop and first row of each segment, int64 [num_segments, 4]."""
     flat = [number for segment in segments for number in segment]
-    return np.array(flat, dtype=np.int64).reshape(-1, 3)
-
-
-def _first_rows(segments: np.ndarray) -> np.ndarray:
-    """Return the row at which each segment begins."""
-    lengths = segments[:, 2] - segments[:, 1]
-    first: np.ndarray = np.cumsum(lengths) - lengths
-    return first
+    if segments and len(segments[0]) == 4:
+        return np.array(flat, dtype=np.int64).reshape(-1, 4)
+    table = np.array(flat, dtype=np.int64).reshape(-1, 3)
+    lengths = table[:, 2] - table[:, 1]
+    return np.column_stack([table, np.cumsum(lengths) - lengths])
 
 
 @numba.njit(cache=True, nogil=True)
-def _walk(tile_segments, span_segments, span_rows, left, right, tile_block, span_block, keep_empty):
+def _walk(tile_segments, span_segments, left, right, tile_block, span_block, keep_empty):
     """Return tiles, spans and the cost of each tile; `span_segments` is sorted by document."""
     num_tiles, num_spans = 0, 0
     for s in range(len(tile_segments)):
-        document, start, stop = tile_segments[s]
+        document, start, stop, _ = tile_segments[s]
         here = -(-(stop - start) // tile_block)
         first = np.searchsorted(span_segments[:, 0], document)
         last = np.searchsorted(span_segments[:, 0], document, side="right")
@@ -160,16 +158,16 @@ def _walk(tile_segments, span_segments, span_rows, left, right, tile_block, span
     spans = np.empty((num_spans, SPAN_FIELDS), np.int32)
     cost = np.empty(num_tiles, np.float64)
 
-    tile, span, tile_row = 0, 0, 0
+    tile, span = 0, 0
     for s in range(len(tile_segments)):
-        document, start, stop = tile_segments[s]
+        document, start, stop, tile_row = tile_segments[s]
         first = np.searchsorted(span_segments[:, 0], document)
         last = np.searchsorted(span_segments[:, 0], document, side="right")
         for low in range(start, stop, tile_block):
             high = min(low + tile_block, stop)
             full_begin, num_full, num_edge = span, 0, 0
             for t in range(first, last):
-                k_start, k_stop, k_row = span_segments[t, 1], span_segments[t, 2], span_rows[t]
+                _, k_start, k_stop, k_row = span_segments[t]
                 _, begin, end, _ = _visible_range(
                     low, high, k_start, k_stop, left, right, span_block
                 )
@@ -179,7 +177,7 @@ def _walk(tile_segments, span_segments, span_rows, left, right, tile_block, span
                     num_full += (end - begin) // span_block
             edge_begin = span
             for t in range(first, last):
-                k_start, k_stop, k_row = span_segments[t, 1], span_segments[t, 2], span_rows[t]
+                _, k_start, k_stop, k_row = span_segments[t]
                 any_begin, begin, end, any_end = _visible_range(
                     low, high, k_start, k_stop, left, right, span_block
                 )
@@ -194,7 +192,6 @@ def _walk(tile_segments, span_segments, span_rows, left, right, tile_block, span
                 )  # fmt: skip
                 cost[tile] = _TILE_COST + num_full + _EDGE_COST * num_edge
                 tile += 1
-        tile_row += stop - start
     return tiles[:tile], spans[:span], cost[:tile]
 
 

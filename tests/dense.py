@@ -20,8 +20,12 @@ def dense_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     softmax_scale: float | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention of packed documents; q [T, H, D], k and v [T, H_kv, D]; output as q."""
+    """Return attention of packed documents; q [T, H, D], k and v [T, H_kv, D]; output as q.
+
+    A sink [H] is one more column of scores, whose value is 0.
+    """
     group = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     outputs = []
@@ -44,5 +48,8 @@ def dense_attention(
         if window_size[1] >= 0:
             visible &= j <= i + window_size[1]
         scores = scores.masked_fill(~visible, -torch.inf)
+        if sink is not None:
+            scores = torch.cat([scores, sink[:, None, None].expand(-1, length, 1)], dim=-1)
+            values = torch.cat([values, torch.zeros_like(values[:1])])
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
     return torch.cat([*outputs, q[:0]])

@@ -25,11 +25,16 @@ from hexiseq_triton.kernels import AttentionOptions, HeadMap  # noqa: E402
 from hexiseq_triton.kernels.backward import attention_backward  # noqa: E402
 from hexiseq_triton.kernels.delta import row_dots  # noqa: E402
 from hexiseq_triton.kernels.forward import attention_forward  # noqa: E402
+from hexiseq_triton.kernels.sink import lse_with_sink, sink_gradient  # noqa: E402
 from hexiseq_triton.segments import Mask, Segment, cut, whole_documents  # noqa: E402
 
 DEVICE = "cuda" if ON_CARD else "cpu"
 BF16_INTERPRETED = 2.0
 """Twice the usual ratios (4x the plain error): the interpreter truncates to bf16."""
+
+ALIKE = {"rtol": 2e-3, "atol": 5e-4} if ON_CARD else {}
+"""How close two runs come whose tiles differ: on the card these may be of different kernels, which
+round the half precision probabilities at different places."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     scale: float | None = None
+    sink: bool = False
 
     @property
     def tokens(self) -> int:
@@ -72,12 +78,20 @@ class Case:
         view = buffer[64 : 64 + self.tokens]
         return view.copy_(torch.randn(view.shape))
 
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """One logit of each query head, from far below to far above the scores."""
+        if not self.sink:
+            return None
+        return torch.linspace(-4.0, 6.0, self.q_per_kv * self.kv_heads, device=DEVICE)
+
     def dense(self, inputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return o, dq, dk and dv of dense attention computed in `dtype`."""
-        leaves = [x.to(dtype).detach().requires_grad_() for x in inputs[:3]]
+        """Return o, dq, dk, dv, and dsink if there is one, of dense attention in `dtype`."""
+        sinks = [] if self.sinks is None else [self.sinks]
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (*inputs[:3], *sinks)]
         o = dense_attention(
-            *leaves, self.lengths, causal=self.causal, window_size=self.window,
-            softcap=self.softcap, softmax_scale=self.scale,
+            *leaves[:3], self.lengths, causal=self.causal, window_size=self.window,
+            softcap=self.softcap, softmax_scale=self.scale, sink=leaves[3] if sinks else None,
         )  # fmt: skip
         return [o.detach(), *torch.autograd.grad(o, leaves, inputs[3].to(dtype))]
 
@@ -93,21 +107,33 @@ def chunks_of(
     yield from chunks
 
 
-def in_chunks(case: Case, inputs: Sequence[torch.Tensor], num_chunks: int) -> list[torch.Tensor]:
-    """Return o, dq, dk, dv and lse with state carried through shuffled chunks of keys."""
+def in_chunks(
+    case: Case, inputs: Sequence[torch.Tensor], num_chunks: int, *, deterministic: bool = False
+) -> list[torch.Tensor]:
+    """Return o, dq, dk, dv and lse with state carried through shuffled chunks of keys.
+
+    With a sink, o comes from one more launch, that sees nothing; dsink stands before lse.
+    """
     q, k, v, do = inputs
     o = torch.zeros(q.shape, device=DEVICE)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=DEVICE)
     for rows, segments in chunks_of(case, num_chunks):
         attention_forward(q, k[rows], v[rows], o, lse, case.segments, segments, *case.call)
+    if case.sinks is not None:
+        out = torch.full_like(o, torch.nan)
+        attention_forward(
+            q, k[:0], v[:0], o, lse, case.segments, (), *case.call, out=out, sink=case.sinks
+        )
+        o, lse = out, lse_with_sink(lse, case.sinks)
     dq, dk, dv = (torch.zeros(x.shape, device=DEVICE) for x in (q, k, v))
     delta = row_dots(do, o)
     for rows, segments in chunks_of(case, num_chunks, seed=2):
         attention_backward(
             q, k[rows], v[rows], do, lse, delta, dq, dk[rows], dv[rows],
-            case.segments, segments, *case.call,
+            case.segments, segments, *case.call, deterministic=deterministic,
         )  # fmt: skip
-    return [o, dq, dk, dv, lse]
+    dsink = [] if case.sinks is None else [sink_gradient(case.sinks, lse, delta)]
+    return [o, dq, dk, dv, *dsink, lse]
 
 
 def at_once(case: Case, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -116,14 +142,18 @@ def at_once(case: Case, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     out, dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, q, k, v))
     lse = torch.full((q.shape[1], q.shape[0]), torch.nan, device=DEVICE)
     call = (case.segments, case.segments, *case.call)
-    attention_forward(q, k, v, None, lse, *call, first=True, out=out)
+    attention_forward(q, k, v, None, lse, *call, first=True, out=out, sink=case.sinks)
     delta = row_dots(do, out)
+    dsink = []
+    if case.sinks is not None:
+        lse = lse_with_sink(lse, case.sinks)
+        dsink = [sink_gradient(case.sinks, lse, delta)]
     attention_backward(q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False)
-    return [out, dq, dk, dv, lse]
+    return [out, dq, dk, dv, *dsink, lse]
 
 
 def assert_matches_dense(case: Case, num_chunks: int | None = None) -> None:
-    """Compare o, dq, dk and dv with dense attention; None chunks is `at_once`."""
+    """Compare o and all gradients with dense attention; None chunks is `at_once`."""
     inputs = case.inputs()
     found = at_once(case, inputs) if num_chunks is None else in_chunks(case, inputs, num_chunks)
     exact = case.dense(inputs, torch.float64)

@@ -27,8 +27,12 @@ def aligned_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     softmax_scale: float | None = None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse; the last query of a document stands at its last key."""
+    """Return out and lse; the last query of a document stands at its last key.
+
+    A sink shrinks the output by the sigmoid of how far lse stands above it.
+    """
     group = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     outputs, lses = [q[:0]], [q[:0, :, 0].T]
@@ -42,6 +46,9 @@ def aligned_attention(
         some = visible.any(-1)
         scores = scores.masked_fill(~visible & some[:, None], -torch.inf)  # finite where none
         p = scores.softmax(-1) * visible
+        if learnable_sink is not None:
+            above = scores.logsumexp(-1) - learnable_sink[:, None]
+            p = p * torch.sigmoid(above)[..., None]
         outputs.append(torch.einsum("hqk,khd->qhd", p, values))
         lses.append(scores.logsumexp(-1).masked_fill(~some, NOTHING_SEEN))
     return torch.cat(outputs), torch.cat(lses, dim=1)
@@ -128,6 +135,27 @@ def test_output_lse_and_gradients_equal_dense_attention(
     unseen = lse == NOTHING_SEEN
     assert (out.transpose(0, 1)[unseen] == 0).all()
     assert (grads[0].transpose(0, 1)[unseen] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sink_and_its_gradient_equal_dense_attention(dtype: torch.dtype) -> None:
+    """With the gradient of lse too, and queries that see nothing."""
+    lengths, options = ([20, 9, 30], [11, 30, 0]), {"causal": True, "softcap": 2.0}
+    qkv = packed(*lengths, per_kv=3, kv_heads=2)
+    sink = torch.linspace(-2.0, 3.0, 6).to(dtype).requires_grad_()
+    out, lse, _ = varlen(qkv, *lengths, return_attn_probs=True, learnable_sink=sink, **options)
+    expected = aligned_attention(*qkv, *lengths, learnable_sink=sink.double(), **options)
+    do, dlse = torch.randn_like(out), torch.randn_like(lse)
+    seen = lse > NOTHING_SEEN
+    grads = []
+    for o, log in ((out, lse), expected):
+        torch.testing.assert_close(o, expected[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(log, expected[1], rtol=0, atol=1e-12)
+        loss = (o * do).sum() + (log * dlse)[seen].sum()
+        grads.append(torch.autograd.grad(loss, [*qkv, sink]))
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +281,7 @@ def test_strides_of_the_head_dimension_do_not_matter() -> None:
 def test_dense_calls_equal_packed_calls(seq_q: int, seq_k: int, transposed: bool) -> None:
     torch.manual_seed(0)
     batch, options = 3, {"causal": True, "window_size": (6, -1), "softcap": 2.0}
+    options["learnable_sink"] = torch.tensor([0.0, 1.0, -1.0, 2.0])
     shapes = ((seq_q, 4), (seq_k, 2), (seq_k, 2))
     if transposed:  # as Hugging Face lays it out
         dense = [torch.randn(batch, heads, seq, 8).transpose(1, 2) for seq, heads in shapes]
@@ -349,6 +378,9 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens_q": torch.tensor([1, 3, 7])}, "cu_seqlens_q goes from 1 to 7; q has 7 tokens"),
     ({"cu_seqlens_q": torch.tensor([0, 9, 7])}, "cu_seqlens_q falls from 9 to 7 at entry 2"),
     ({"cu_seqlens_q": torch.tensor([0, 7]), "max_seqlen_q": 7}, "cu_seqlens_q has 2 entries"),
+    ({"learnable_sink": torch.ones(3)}, r"learnable_sink has shape \(3,\) .*, \[4\]"),
+    ({"learnable_sink": torch.ones(4).int()}, r"learnable_sink .* is torch\.int32"),
+    ({"learnable_sink": torch.ones(4, device="meta")}, "learnable_sink is on meta, q on cpu"),
     ({"max_seqlen_q": 3}, "max_seqlen_q is 3; the longest document .* has 4 tokens: use 4 or more"),
     ({"max_seqlen_k": 4}, "max_seqlen_k is 4; the longest document .* has 5 tokens: use 5 or more"),
 ]
@@ -380,11 +412,12 @@ def test_names_order_and_defaults_are_those_of_flash_attention_2() -> None:
         "softcap": 0.0, "alibi_slopes": None, "deterministic": False, "return_attn_probs": False,
     }  # fmt: skip
     none = inspect.Parameter.empty
+    ours = [("learnable_sink", None)]  # flash-attention 4's, by keyword only
     found = inspect.signature(hx.flash_attn_varlen_func).parameters.items()
     assert [(name, p.default) for name, p in found] == [
-        *((name, none) for name in required), *optional.items(), ("block_table", None)
+        *((name, none) for name in required), *optional.items(), ("block_table", None), *ours
     ]  # fmt: skip
     found = inspect.signature(hx.flash_attn_func).parameters.items()
     assert [(name, p.default) for name, p in found] == [
-        *((name, none) for name in "qkv"), *optional.items()
+        *((name, none) for name in "qkv"), *optional.items(), *ours
     ]  # fmt: skip

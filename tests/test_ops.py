@@ -21,10 +21,11 @@ import hexiseq_triton as hx
 import hexiseq_triton.kernels.ops  # registers the operators
 from hexiseq_triton.kernels import documents
 from hexiseq_triton.kernels.attention import by_reference
+from hexiseq_triton.kernels.options import state_dtype
 
 FORWARD = torch.ops.hexiseq_triton.attention_forward.default
 BACKWARD = torch.ops.hexiseq_triton.attention_backward.default
-OPTIONS = (7, 0, 0.3, 1.5)  # left, right, softmax_scale, softcap
+OPTIONS = (7, 0, 0.3, 1.5, True)  # left, right, softmax_scale, softcap, deterministic
 LENGTHS = (1, 127, 128, 129, 196, 257)
 
 # importing inductor defines a ScriptModule, which PyTorch itself deprecates
@@ -41,19 +42,21 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class LocalAttention(torch.nn.Module):
-    """A block as a user would write it: projection, local attention, projection."""
+    """A block as a user would write it: projection, local attention with a sink, projection."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.sink = torch.nn.Parameter(torch.tensor([0.5, -0.3]))
         self.qkv = torch.nn.Linear(16, 32)
         self.out = torch.nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (4, 8)).split([2, 1, 1], dim=1)
         o = hx.flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True
-        )
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True,
+            learnable_sink=self.sink,
+        )  # fmt: skip
         return self.out(o.flatten(1))
 
 
@@ -78,19 +81,20 @@ class OpLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def forward_inputs(num_q: int, num_k: int, **kind: Any) -> list[Any]:
+def forward_inputs(num_q: int, num_k: int, sink: bool = False, **kind: Any) -> list[Any]:
     """Return the arguments of the forward operator for two documents."""
     torch.manual_seed(0)
     q = torch.randn(4, num_q, 8, **kind).transpose(0, 1)  # strided views
     k, v = torch.randn(num_k, 2, 2, 8, **kind).unbind(1)
     cu_q, cu_k = (torch.tensor([0, n // 3, n], dtype=torch.int32) for n in (num_q, num_k))
-    return [q, k, v, cu_q, cu_k, num_q, None, *OPTIONS]
+    logits = torch.randn(4, dtype=state_dtype(q.dtype)) if sink else None
+    return [q, k, v, logits, cu_q, cu_k, num_q, None, *OPTIONS]
 
 
 def backward_inputs(forward: list[Any]) -> list[Any]:
     """Return the arguments of the backward operator that follow from those of forward."""
     out, lse = FORWARD(*forward)
-    return [torch.randn_like(out), None, *forward[:3], out, lse, *forward[3:5], *OPTIONS]
+    return [torch.randn_like(out), None, *forward[:4], out, lse, *forward[4:6], *OPTIONS]
 
 
 def documents_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -113,17 +117,19 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize(("num_q", "num_k"), [(1, 1), (129, 60), (5, 0)])
-def test_opcheck_passes(num_q: int, num_k: int) -> None:
-    inputs = forward_inputs(num_q, num_k)
+def test_opcheck_passes(num_q: int, num_k: int, sink: bool) -> None:
+    inputs = forward_inputs(num_q, num_k, sink)
     torch.library.opcheck(BACKWARD, backward_inputs(inputs))
-    torch.library.opcheck(FORWARD, [x.requires_grad_() for x in inputs[:3]] + inputs[3:])
+    leaves = [None if x is None else x.requires_grad_() for x in inputs[:4]]
+    torch.library.opcheck(FORWARD, leaves + inputs[4:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_fake_results_are_laid_out_as_real_ones(num_tokens: int, dtype: torch.dtype) -> None:
-    inputs = forward_inputs(num_tokens, num_tokens, dtype=dtype)
+    inputs = forward_inputs(num_tokens, num_tokens, sink=num_tokens % 2 == 0, dtype=dtype)
     grad_inputs = backward_inputs(inputs)
     with FakeTensorMode() as mode:
         fake = [[mode.from_tensor(x) if torch.is_tensor(x) else x for x in args]

@@ -21,11 +21,11 @@ from hexiseq_triton.kernels.rotation import Rotation, turn
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Plan, Split
 
-pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
 if INTERPRETED:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of Triton
+pytest.importorskip("triton")
 
 from hexiseq_triton.kernels import pack as kernel  # noqa: E402
 

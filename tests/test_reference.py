@@ -17,6 +17,8 @@ from hexiseq_triton.kernels import (
     attention_forward,
     reference,
 )
+from hexiseq_triton.kernels.options import placed
+from hexiseq_triton.kernels.sink import lse_with_sink, sink_gradient
 from hexiseq_triton.segments import CAUSAL, Mask, Segment, cut, whole_documents
 
 CASES: list[tuple[list[int], int, int, dict[str, Any]]] = [
@@ -88,6 +90,60 @@ def in_chunks(
             q, k[rows], v[rows], do, lse, delta, dq, dk[rows], dv[rows], segments, run, *call
         )
     return [o, dq, dk, dv]
+
+
+def test_placed_chunks_equal_chunks_in_a_row() -> None:
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(30, 2, 8, dtype=torch.float64) for _ in "qkvd")
+    segments = whole_documents([11, 19])
+    call = (HeadMap(0, 1), AttentionOptions(CAUSAL, 0.4))
+    first, second = cut(segments, [14, 16])
+    pool = torch.full((2, 50, 2, 8), torch.nan, dtype=torch.float64)
+    pool[:, 30:44], pool[:, 2:18] = (
+        torch.stack([k[rows], v[rows]]) for rows in (slice(14), slice(14, 30))
+    )
+    both = (*placed(second, 2), *placed(first, 30))
+
+    def run(keys: Any, kv_segments: Any) -> list[torch.Tensor]:
+        o, lse = torch.empty_like(q), q.new_empty(2, 30)
+        attention_forward(q, *keys, o, lse, segments, kv_segments, *call, first=True)
+        dq, (dk, dv) = torch.zeros_like(q), torch.zeros_like(keys)
+        delta = (do * o).sum(-1).T
+        attention_backward(q, *keys, do, lse, delta, dq, dk, dv, segments, kv_segments, *call)
+        return [o, lse, dq, dk, dv]
+
+    *found, dk, dv = run(pool, both)
+    *expected, dk_ref, dv_ref = run(torch.stack([k, v]), segments)
+    found += [x[rows] for x in (dk, dv) for rows in (slice(30, 44), slice(2, 18))]
+    expected += [x[rows] for x in (dk_ref, dv_ref) for rows in (slice(14), slice(14, 30))]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("logit", [-3.0, 0.7, 60.0, -torch.inf])
+def test_a_sink_equals_a_key_without_value(logit: float) -> None:
+    """Gradients too, and rows that see no key."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(9, 2, 8, dtype=torch.float64) for _ in "qkvd")
+    sink = torch.tensor([logit, 0.2], dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    o = dense_attention(*leaves[:3], [9], causal=True, softmax_scale=0.4, sink=leaves[3])
+    expected = [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+    blind = torch.ones(2, 2, 8, dtype=torch.float64)  # two more queries, of a document without keys
+    queries, grads = torch.cat([q, blind]), torch.cat([do, blind])
+    segments = [Segment(0, 0, 9), Segment(1, 0, 2)]
+    call = (segments, segments[:1], HeadMap(0, 1), AttentionOptions(CAUSAL, 0.4))
+    out, lse = torch.empty_like(queries), queries.new_empty(2, 11)
+    attention_forward(queries, k, v, None, lse, *call, first=True, out=out, sink=sink)
+    assert (lse[:, 9:] == -torch.inf).all()
+    lse = lse_with_sink(lse, sink)
+    delta = (grads * out).sum(-1).T
+    dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(k), torch.zeros_like(v)
+    attention_backward(queries, k, v, grads, lse, delta, dq, dk, dv, *call)
+    found = [out[:9], dq[:9], dk, dv, sink_gradient(sink, lse, delta)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert (out[9:] == 0).all()
+    assert (dq[9:] == 0).all()
 
 
 def test_rows_that_see_no_key_stay_zero_through_three_chunks() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hexiseq_triton.kernels.options import PlacedSegment, Segments, with_rows
 from hexiseq_triton.kernels.tilemap import (
     SPAN_FIELDS,
     TILE_FIELDS,
@@ -52,12 +53,11 @@ def split(table: np.ndarray, num_tiles: int) -> tuple[np.ndarray, np.ndarray]:
     return table[:border].reshape(-1, TILE_FIELDS), table[border:].reshape(-1, SPAN_FIELDS)
 
 
-def walked(
-    q: list[Segment], k: list[Segment], mask: Mask, block_m: int, block_n: int
-) -> np.ndarray:
+def walked(q: Segments, k: Segments, mask: Mask, block_m: int, block_n: int) -> np.ndarray:
     """Return how often a kernel sums each pair of rows when it follows the map."""
     tiles, spans = split(*build_map(q, k, mask, block_m, block_n))
-    found = np.zeros((num_tokens(q), num_tokens(k)), int)
+    shape = [max((row + s.num_tokens for s, row in with_rows(x)), default=0) for x in (q, k)]
+    found = np.zeros(shape, int)
     for row, rows, position, full, edge, end in tiles:
         assert 0 < rows <= block_m
         for k_row, k_rows, _ in spans[full:edge]:
@@ -81,6 +81,28 @@ def test_each_visible_pair_is_met_once_and_no_other(
     q: list[Segment], k: list[Segment], mask: Mask, block_m: int, block_n: int
 ) -> None:
     np.testing.assert_array_equal(walked(q, k, mask, block_m, block_n), visible(q, k, mask))
+
+
+@settings(deadline=None)
+@given(segment_lists, segment_lists, masks, st.randoms(use_true_random=False))
+def test_placed_segments_are_met_where_they_stand(
+    q: list[Segment], k: list[Segment], mask: Mask, random: random.Random
+) -> None:
+    first_rows = dict(enumerate(row for _, row in with_rows(k)))
+    order = random.sample(range(len(k)), len(k))
+    placed, rows, row = [], [], 0
+    for i in order:
+        row += random.randrange(3)
+        placed.append(PlacedSegment(*k[i], row))
+        rows += [(first_rows[i] + j, row + j) for j in range(k[i].num_tokens)]
+        row += k[i].num_tokens
+    expected = np.zeros((num_tokens(q), row), int)
+    in_a_row = visible(q, k, mask)
+    for stood, stands in rows:
+        expected[:, stands] = in_a_row[:, stood]
+    np.testing.assert_array_equal(walked(q, placed, mask, 4, 4), expected)
+    swapped = Mask(mask.right, mask.left)
+    np.testing.assert_array_equal(walked(placed, q, swapped, 4, 4), expected.T)
 
 
 @settings(deadline=None)

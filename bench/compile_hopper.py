@@ -1,0 +1,156 @@
+"""Cross-compile the Gluon kernels for Hopper, without a GPU, and read the machine code.
+
+    python bench/compile_hopper.py [--only NAME]
+
+Prints one line for each variant: registers, spill stores a thread, spilling instructions in hot
+loops, shared memory a program. Exits with 1 when a variant
+
+    spills in a hot loop, but for a few of its 550 instructions in fp16 and accumulating backwards,
+    spills more than `guard.MOST_SPILLS` registers anywhere,
+    has its tensor-core instructions serialised by ptxas (C75.. warnings, which Triton hides),
+    asks for more shared memory than the card has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from compiled import BINARIES, Resources, resources_of
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from hexiseq_triton.kernels.hopper import backward, forward, guard
+from hexiseq_triton.kernels.hopper.api import gl
+
+SHARED_KIB = 227
+MOST_IN_HOT_LOOPS = 6
+"""Spilling instructions: three values that stand in memory for part of a step."""
+ELEMENTS = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+FLOATS = ("scale", "cap_scale", "cap", "softmax_scale")
+FORWARD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"dtype": "fp16"},
+    "window": {"HAS_LEFT": True},
+    "softcap": {"SOFTCAP": True},
+    "first of several": {"STAGED": False},
+    "between": {"FIRST": False, "STAGED": False},
+    "last of several": {"FIRST": False},
+}
+BACKWARD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fp16": {"dtype": "fp16"},
+    "window": {"HAS_LEFT": True},
+    "accumulate": {"ACCUMULATE": True},
+}
+
+
+def compiled_forward(
+    head_dim: int, dtype: str = "bf16", **flags: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the types and constants of a variant of the forward."""
+    tile = forward.TILES[head_dim]
+    constants = {
+        "BLOCK_N": tile.block_n, "D": head_dim, "STAGES": tile.stages, "HAS_LEFT": False,
+        "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "STAGED": True, "num_warps": 4, **flags,
+    }  # fmt: skip
+    rows, keys = _blocks(dtype, 64, head_dim), _blocks(dtype, tile.block_n, head_dim)
+    values = _blocks(dtype, 1, 1, tile.block_n, head_dim)
+    types = {"q": rows, "k": keys, "v": values, "o": "*fp32", "lse": "*fp32", "tile_map": "*i32"}
+    types["out"] = f"*{dtype}" if constants["STAGED"] else "*fp32"
+    types["out_tiles"] = rows if constants["STAGED"] else "*fp32"
+    return types, constants
+
+
+def compiled_backward(
+    head_dim: int, dtype: str = "bf16", **flags: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the types and constants of a variant of the backward."""
+    config = backward.CONFIG
+    constants = {
+        "BLOCK_M": config.block_m, "D": head_dim, "STAGES": config.num_stages, "HAS_LEFT": False,
+        "HAS_RIGHT": True, "ACCUMULATE": False, "num_warps": 4, **flags,
+    }  # fmt: skip
+    rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
+    keys = _blocks(dtype, 1, 1, config.block_n, head_dim)
+    types = {"q": rows, "k": keys, "v": keys, "do": rows, "lse": "*fp32", "delta": "*fp32"}
+    types["dq"] = _blocks("fp32", 1, 1, config.block_m, backward.COLUMNS.value)
+    types["dk"] = types["dv"] = "*fp32" if constants["ACCUMULATE"] else f"*{dtype}"
+    return types | dict.fromkeys(("items", "counter", "tile_map"), "*i32"), constants
+
+
+def _blocks(dtype: str, *shape: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
+    return f"tensordesc<{dtype}{list(shape)},{layout!r}>"
+
+
+def compile_hopper(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]
+) -> tuple[Resources, list[str]]:
+    """Compile one variant; return its resources and what ptxas says of serialised products."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name, "fp32" if name in FLOATS else "i32")
+        for name in names
+    }
+    aligned = [n for n in names if signature[n].startswith("*") or n.startswith("stride")]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    return resources_of(compiled), _serialised(compiled.asm["ptx"])
+
+
+def _serialised(ptx: str) -> list[str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [BINARIES / "ptxas", "-v", "-arch=sm_90a", source.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return re.findall(r"\(C75\d\d\).*", done.stdout + done.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="variants whose name contains this, as 'forward 128 plain'")
+    args = parser.parse_args()
+    todo = [
+        (f"{direction} {head_dim} {name}", kernel, arguments(head_dim, **flags))
+        for direction, kernel, arguments, variants in (
+            ("forward", forward._forward_kernel, compiled_forward, FORWARD),
+            ("backward", backward._backward_kernel, compiled_backward, BACKWARD),
+        )
+        for head_dim in guard.HEAD_DIMS[direction]
+        for name, flags in variants.items()
+    ]
+    wrong = 0
+    print(f"{'variant':32} regs spill hot  KiB")
+    for name, kernel, (types, constants) in todo:
+        if args.only and args.only not in name:
+            continue
+        r, warnings = compile_hopper(kernel, types, constants)
+        some = constants.get("ACCUMULATE") or "fp16" in name
+        most = MOST_IN_HOT_LOOPS if some else 0
+        bad = list(warnings)
+        bad += ["spills in a hot loop"] * (r.spills_in_hot_loops > most)
+        bad += ["spills"] * (r.spill_store_bytes > 4 * guard.MOST_SPILLS)
+        bad += ["shared memory"] * (r.shared_bytes > SHARED_KIB * 1024)
+        wrong += bool(bad)
+        line = f"{name:32} {r.registers:4} {r.spill_store_bytes:5} {r.spills_in_hot_loops:3}"
+        print(f"{line} {r.shared_bytes / 1024:4.0f}  {'; '.join(bad)}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,478 @@
+"""Attention forward for Hopper: the launches of kernels/forward.py, by a warp-specialised kernel.
+
+A program stays on its multiprocessor and walks the work items. It has four warpgroups: two
+consumers with 64 query rows each, and a producer warp that drives the copy engine (Triton fills
+it up to a warpgroup). Both consumers read the same ring of keys and values but never wait for
+each other's softmax: while one is in its softmax, the tensor cores work for the other. Inside a
+consumer, step j:
+
+    issue S(j) = Q K(j)^T                      Q in registers up to head dimension 128
+    rescale acc, unless no row maximum moved
+    issue acc += P(j-1) V(j-1)                 P in registers
+    wait for S(j); softmax of S(j)             runs beside the second product
+    wait for the second product; give V(j-1) back
+
+A tile meets its edge spans first, under a mask, then its full spans without one. The first block
+stands before the loops and always has the mask. State of earlier launches enters at the start of a
+tile, as m = lse, total = 1, acc = o.
+
+docs/hopper-kernels.md explains the lines marked "for the compiler".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hexiseq_triton.kernels.blocks import VARYING
+from hexiseq_triton.kernels.configs import num_sms
+from hexiseq_triton.kernels.forms import Form, bounded_blocks
+from hexiseq_triton.kernels.hopper.api import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+    with_layout,
+)
+from hexiseq_triton.kernels.hopper.blocks import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    by_thread,
+    capped,
+    copy_rows,
+    first_span,
+    key_range,
+    load_rows,
+    load_span,
+    load_tile,
+    num_items,
+    pass_turn,
+    prefetch_rows,
+    store_rows,
+    take_turn,
+    thread_columns,
+    work_item,
+)
+from hexiseq_triton.kernels.hopper.guard import Guarded
+from hexiseq_triton.kernels.hopper.softmax import quad_sum, rescale, softmax_step
+from hexiseq_triton.kernels.launch import Launch
+from hexiseq_triton.kernels.prepared import Prepared
+from hexiseq_triton.kernels.tilemap import query_tiles
+from hexiseq_triton.segments import Segment
+
+ROWS = gl.constexpr(64)  # query rows of a consumer
+
+
+@gluon.jit
+def _load_keys(
+    k, v, keys, values, k_full, k_free, v_full, v_free, row, num_rows, k_column, v_column, at,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy keys and values [row, row + BLOCK_N) of one head into stage `at % STAGES`.
+
+    Only values must stop at `num_rows`: scores of keys that are none are replaced.
+    """
+    stage = at % STAGES
+    free = ((at // STAGES) & 1) ^ 1
+    mbarrier.wait(k_free.index(stage), free)
+    mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+    tma.async_copy_global_to_shared(k, [row, k_column], k_full.index(stage), keys.index(stage))
+    mbarrier.wait(v_free.index(stage), free)
+    mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+    copy_rows(v, row, num_rows, v_column, v_full.index(stage), values.index(stage))
+
+
+@gluon.jit
+def _produce(
+    q, k, v, o, tile_map, queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free,
+    num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
+    stride_qh, stride_kh, stride_vh, stride_ot, stride_oh,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    at = 0
+    turns = num_items(num_tiles * num_heads, programs, program)
+    for turn in range(turns):
+        tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
+        row, _rows, _position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
+        kv_head = (q_head_start + head) // q_per_kv - q_head_start // q_per_kv
+        k_column = kv_head * stride_kh
+        v_column = kv_head * stride_vh
+        for w in gl.static_range(2):
+            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), q.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q, [row + w * ROWS, head * stride_qh], q_full.index(w), queries.index(w)
+            )
+        k_row, k_rows, _position = first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end)
+        _load_keys(
+            k, v, keys, values, k_full, k_free, v_full, v_free,
+            k_row, k_rows, k_column, v_column, at, STAGES,
+        )  # fmt: skip
+        at += 1
+        if not FIRST and turn + 1 < turns:  # programs start tiles at the same time, and would wait
+            next_tile, next_head = work_item(
+                turn + 1, programs, program, num_tiles, num_heads, heads_together
+            )
+            next_row, next_rows, _position, _full, _edge, _end = load_tile(tile_map, next_tile)
+            prefetch_rows(o, next_row, next_rows, next_head, stride_ot, stride_oh, D)
+        begin = BLOCK_N
+        for span in range(edge_begin, edge_end):
+            k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
+            for offset in range(begin, k_rows, BLOCK_N):
+                _load_keys(
+                    k, v, keys, values, k_full, k_free, v_full, v_free,
+                    k_row + offset, k_rows - offset, k_column, v_column, at, STAGES,
+                )  # fmt: skip
+                at += 1
+            begin = 0
+        for span in range(full_begin, edge_begin):
+            k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
+            for offset in range(begin, k_rows, BLOCK_N):
+                _load_keys(
+                    k, v, keys, values, k_full, k_free, v_full, v_free,
+                    k_row + offset, k_rows - offset, k_column, v_column, at, STAGES,
+                )  # fmt: skip
+                at += 1
+            begin = 0
+
+
+@gluon.jit
+def _seen_scores(
+    s, low, high, k_rows, k_position, scale, cap_scale, cap,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Return the scores [ROWS, BLOCK_N] with their cap; -inf where no key is seen."""
+    if SOFTCAP:
+        s = cap * capped(s, cap_scale)
+    if MASKED:
+        x = by_thread(s)
+        XL: gl.constexpr = x.type.layout
+        RL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, XL)))
+        known, lane = thread_columns(s.shape[1], XL)
+        last = gl.minimum(high - k_position, k_rows - 1)
+        last = gl.convert_layout(last, RL, assert_trivial=True)[:, None, None, None]
+        seen = known <= last - lane
+        if HAS_LEFT:
+            first = gl.convert_layout(low - k_position, RL, assert_trivial=True)
+            seen = seen & (known >= first[:, None, None, None] - lane)
+        x = gl.where(seen, x, float("-inf"))
+        s = gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
+    return s
+
+
+@gluon.jit
+def _attend(
+    W: gl.constexpr, q, zeros, acc, p, factor, m, total, at,
+    keys, values, k_full, k_free, v_full, v_free,
+    low, high, k_rows, k_position, scale, cap_scale, cap,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Take the scores of block `at + 1`, and add what block `at` gives to acc."""
+    DTYPE: gl.constexpr = keys.dtype
+    PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    stage = at % STAGES
+    next_stage = (at + 1) % STAGES
+    next_phase = ((at + 1) // STAGES) & 1
+    mbarrier.wait(k_full.index(next_stage), next_phase)
+    take_turn(8 + W)
+    s = warpgroup_mma(
+        q, keys.index(next_stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    mbarrier.wait(v_full.index(stage), (at // STAGES) & 1)  # long satisfied; for the compiler
+    acc = rescale(acc, factor)
+    acc = warpgroup_mma(
+        gl.convert_layout(p, PL, assert_trivial=True), values.index(stage), acc, is_async=True
+    )
+    pass_turn(9 - W)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    mbarrier.arrive(k_free.index(next_stage), count=1)
+    s = _seen_scores(
+        s, low, high, k_rows, k_position, scale, cap_scale, cap, MASKED, HAS_LEFT, SOFTCAP
+    )
+    p, factor, m, total = softmax_step(s, m, total, scale, DTYPE)
+    mbarrier.wait(v_full.index(next_stage), next_phase)  # needed in the next step; for the compiler
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_free.index(stage), count=1)
+    return acc, p, factor, m, total
+
+
+@gluon.jit
+def _consume(
+    W: gl.constexpr, o, lse, out, out_tiles, tile_map, queries, keys, values, staged,
+    q_full, q_free, k_full, k_free, v_full, v_free,
+    num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
+    stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    FIRST: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    QL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SL, k_width=2)
+    PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AL, k_width=2)
+    RL: gl.constexpr = gl.SliceLayout(1, SL)
+    ARL: gl.constexpr = gl.SliceLayout(1, AL)
+    DTYPE: gl.constexpr = keys.dtype
+    IN_REGISTERS: gl.constexpr = D <= 128  # the queries; else they stay in shared memory
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SL)
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    if W == 1:
+        pass_turn(8)  # consumer 0 issues first; then they alternate
+    at = 0
+    for turn in range(num_items(num_tiles * num_heads, programs, program)):
+        tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
+        row, num_rows, position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
+        row += W * ROWS
+        num_rows -= W * ROWS
+        offsets = gl.arange(0, ROWS, RL)
+        low, high = key_range(position + W * ROWS + offsets, left, right, HAS_LEFT, HAS_RIGHT)
+        lse_at = lse + head.to(gl.int64) * stride_lse + row + offsets
+
+        m = gl.full([ROWS], LOWEST, gl.float32, RL)
+        total = quad_sum(zeros)
+        acc = gl.zeros([ROWS, D], gl.float32, AL)
+        if not FIRST:
+            old = gl.load(lse_at, mask=offsets < num_rows, other=float("-inf")) * LOG2E
+            none = old == float("-inf")
+            m = gl.where(none, LOWEST, old)
+            TL: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+            quarter = gl.where(none, 0.0, 0.25)
+            total += gl.convert_layout(quarter, TL, assert_trivial=True)[:, None]
+            acc = load_rows(o, row, num_rows, head, stride_ot, stride_oh, acc)
+
+        # the first block
+        stage = at % STAGES
+        phase = (at // STAGES) & 1
+        _row, k_rows, k_position = first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end)
+        mbarrier.wait(q_full.index(W), turn & 1)
+        q = queries.index(W).load(QL) if IN_REGISTERS else queries.index(W)
+        mbarrier.wait(k_full.index(stage), phase)
+        s = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_free.index(stage), count=1)
+        if IN_REGISTERS:  # not before: the loads must have ended, not just begun
+            mbarrier.arrive(q_free.index(W), count=1)
+        s = _seen_scores(
+            s, low, high, k_rows, k_position, scale, cap_scale, cap, True, HAS_LEFT, SOFTCAP
+        )
+        p, factor, m, total = softmax_step(s, m, total, scale, DTYPE)
+        mbarrier.wait(v_full.index(stage), phase)
+
+        # the other blocks of edges, then the full ones, of which only the number matters here
+        begin = BLOCK_N
+        for span in range(edge_begin, edge_end):
+            _row, k_rows, k_position = load_span(tile_map, num_tiles, span)
+            for offset in range(begin, k_rows, BLOCK_N):
+                acc, p, factor, m, total = _attend(
+                    W, q, zeros, acc, p, factor, m, total, at,
+                    keys, values, k_full, k_free, v_full, v_free,
+                    low, high, k_rows - offset, k_position + offset, scale, cap_scale, cap,
+                    True, HAS_LEFT, SOFTCAP, STAGES,
+                )  # fmt: skip
+                at += 1
+            begin = 0
+        full_rows = -begin
+        for span in range(full_begin, edge_begin):
+            _row, k_rows, _position = load_span(tile_map, num_tiles, span)
+            full_rows += k_rows
+        for _block in range(full_rows // BLOCK_N):
+            acc, p, factor, m, total = _attend(
+                W, q, zeros, acc, p, factor, m, total, at,
+                keys, values, k_full, k_free, v_full, v_free,
+                low, high, 0, 0, scale, cap_scale, cap,
+                False, HAS_LEFT, SOFTCAP, STAGES,
+            )  # fmt: skip
+            at += 1
+
+        stage = at % STAGES
+        acc = rescale(acc, factor)
+        acc = warpgroup_mma(
+            gl.convert_layout(p, PL, assert_trivial=True), values.index(stage), acc, is_async=True
+        )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_free.index(stage), count=1)
+        at += 1
+
+        row_total = gl.convert_layout(gl.sum(total, 1), RL)
+        empty = row_total == 0.0
+        inverse = gl.where(empty, 0.0, 1.0 / row_total)
+        acc = acc * gl.convert_layout(inverse, ARL, assert_trivial=True)[:, None]
+        new_lse = gl.where(empty, float("-inf"), (m + gl.log2(row_total)) * LN2)
+        gl.store(lse_at, new_lse, mask=offsets < num_rows)
+        if STAGED and num_rows >= ROWS:
+            if IN_REGISTERS:
+                tma.store_wait(0)  # the previous tile's output has left the staging buffer
+            partition_barrier()
+            staged.index(W).store(acc.to(staged.dtype))
+            fence_async_shared()
+            partition_barrier()
+            tma.async_copy_shared_to_global(out_tiles, [row, head * stride_outh], staged.index(W))
+        else:
+            store_rows(out, acc, row, num_rows, head, stride_outt, stride_outh)
+        if not IN_REGISTERS:  # the output passes through the place of the queries
+            if STAGED:
+                tma.store_wait(0)
+            mbarrier.arrive(q_free.index(W), count=1)
+    if STAGED:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def _forward_kernel(
+    q, k, v, o, lse, out, out_tiles, tile_map,
+    num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
+    scale, cap_scale, cap, left, right,
+    stride_qh, stride_kh, stride_vh,
+    stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    FIRST: gl.constexpr, STAGED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q.dtype
+    queries = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], q.layout)
+    keys = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], k.layout)
+    values = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], k.layout)
+    if STAGED and D <= 128:
+        staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS, D], out_tiles.layout)
+    else:
+        staged = queries  # not read again by then
+    bl: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)  # both consumers
+        mbarrier.init(v_free.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                0, o, lse, out, out_tiles, tile_map, queries, keys, values, staged,
+                q_full, q_free, k_full, k_free, v_full, v_free,
+                num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
+                stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
+                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED,
+            )),
+            (_consume, (
+                1, o, lse, out, out_tiles, tile_map, queries, keys, values, staged,
+                q_full, q_free, k_full, k_free, v_full, v_free,
+                num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
+                stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
+                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED,
+            )),
+            (_produce, (
+                q, k, v, o, tile_map, queries, keys, values,
+                q_full, q_free, k_full, k_free, v_full, v_free,
+                num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
+                stride_qh, stride_kh, stride_vh, stride_ot, stride_oh, BLOCK_N, D, STAGES, FIRST,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys of a step and how many steps of keys and values are in shared memory."""
+
+    block_n: int
+    stages: int
+
+
+TILES = {64: Tile(128, 2), 128: Tile(128, 2), 256: Tile(64, 2)}
+"""By head dimension; a program takes 128 queries."""
+
+L2_BYTES = 42e6  # of the 50 MB of L2, for keys and values of the heads that run together
+
+
+def prepare(
+    launch: Launch,
+    q: Form,
+    k: Form,
+    v: Form,
+    o: Form,
+    lse: Form,
+    out: Form,
+    q_segments: Sequence[Segment],
+    kv_segments: Sequence[Segment],
+    *,
+    first: bool,
+    last: bool,
+    sm_margin: int,
+) -> Callable[..., None] | None:
+    """Return what takes (q, k, v, o, lse, out) and does the work of `attention_forward` in
+    kernels/forward.py; None where there is nothing to do.
+
+    Args:
+        launch: q, k and v, checked, with their heads and options.
+        q, k, v, lse: forms of the tensors, checked.
+        o: the state to read; not read if `first`.
+        out: what to write, the state or the output.
+        q_segments, kv_segments, first, sm_margin: as there.
+        last: `out` is the output.
+    """
+    tile = TILES[launch.head_dim]
+    tiles = query_tiles(
+        q_segments, kv_segments, launch.options.mask, 2 * ROWS.value, tile.block_n, q.device,
+        keep_empty=first or last,
+    )  # fmt: skip
+    items = tiles.num_tiles * launch.num_heads
+    if not items:
+        return None
+    staged = last and out.dtype.itemsize == 2 and launch.fits_descriptors(out)
+    flags = launch.flags
+    scalars = (
+        tiles.num_tiles,
+        launch.num_heads,
+        heads_together(launch, k),
+        *launch.scalars,
+        q.row_strides[1],
+        k.row_strides[1],
+        v.row_strides[1],
+        *o.row_strides,
+        lse.strides[0],
+        *out.row_strides,
+    )
+    constants = {
+        "BLOCK_N": tile.block_n,
+        "D": launch.head_dim,
+        "STAGES": tile.stages,
+        **{name: flags[name] for name in ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP")},
+        "FIRST": first,
+        "STAGED": staged,
+        "num_warps": 4,
+    }
+    cut = (q.blocks(ROWS.value), k.blocks(tile.block_n), bounded_blocks(v, tile.block_n))
+    loaded = [with_layout(x, q.dtype) for x in cut]
+    written = with_layout(out.blocks(ROWS.value), out.dtype)
+    work = Prepared(
+        _forward_kernel, (min(items, max(1, num_sms(q.device) - sm_margin)),), scalars, constants,
+        tiles=tiles,
+        blocks=[*loaded, None, None, None, written if staged else None],
+    )  # fmt: skip
+    guarded = Guarded(work, "forward", q.dtype, launch.head_dim)
+    return lambda *tensors: guarded(*tensors, tensors[-1])  # `out` by pointers and by blocks
+
+
+def heads_together(launch: Launch, k: Form) -> int:
+    """Return how many query heads should run together, so that their keys and values fit the L2."""
+    head_bytes = 2 * k.shape[0] * k.shape[2] * k.dtype.itemsize
+    fit = max(1, int(L2_BYTES // head_bytes))
+    groups = -(-launch.num_kv_heads // fit)
+    return -(-launch.num_kv_heads // groups) * launch.heads.q_per_kv

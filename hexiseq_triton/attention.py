@@ -1,21 +1,24 @@
 """Exact attention under an uneven plan: the autograd function and its functional form.
 
-Forward:  all-to-all in (keys first), attention over own and arriving keys, all-to-all out.
+Forward:  all-to-all in (keys first), attention over own and arriving keys, all-to-all out. A
+learnable sink joins at the last launch, each head's on the ranks that hold the head.
 Backward: dO in, with delta = rowsum(dO * O) from the token owner's saved output; keys fetched
 again; partial dK/dV back to their owners; dq, dk, dv out.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
+from hexiseq_triton.flash import check_sink
 from hexiseq_triton.heads import HeadExchange
-from hexiseq_triton.kernels import AttentionOptions, row_dots
+from hexiseq_triton.kernels import AttentionOptions, row_dots, state_dtype
 from hexiseq_triton.kernels.rotation import Rotation
+from hexiseq_triton.kernels.sink import lse_with_sink, sink_gradient
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.ring import Ring
 from hexiseq_triton.rope import RopeLike, as_rope
@@ -34,6 +37,9 @@ def hexiseq_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     rope: RopeLike | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    reduce_dtype: torch.dtype | None = None,
     dropout_p: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -51,6 +57,14 @@ def hexiseq_attention(
         softcap: caps scores at c * tanh(s / c); 0.0 is off.
         rope: turns q and k on their way: (cos, sin), each [T, D / 2] or [T, D], for the half-split
             form, or a `Rope`, for interleaved pairs and partial rotary too; without gradients.
+        learnable_sink: one more logit of each of the model's query heads, [H] in any floating
+            dtype, the same on all ranks; it takes part in the softmax and has no value. A rank's
+            gradient is that of its own heads over its group's tokens, and 0 for other heads: like
+            every parameter's, the ranks' gradients add up to the whole.
+        deterministic: the gradients repeat bit for bit, also where that is slower.
+        reduce_dtype: in which partial dK and dV travel back to the keys' owners, where they are
+            summed in float32. None is float32 (float64 for float64 inputs); torch.bfloat16 halves
+            what travels, and rounds every partial once.
         dropout_p: only 0.0.
         alibi_slopes: only None.
 
@@ -75,16 +89,24 @@ def hexiseq_attention(
         shape = q.shape
         q, k, v = (_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         _check(q, k, v, context, layout)
+        check_sink(learnable_sink, context.plan.num_heads, q.device)
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise InputError(f"reduce_dtype is {reduce_dtype}; use a floating dtype, or None")
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         mask = Mask.from_flash(causal, window_size)
         options = AttentionOptions(mask, float(scale), float(softcap))
+        sink = None
+        if learnable_sink is not None:
+            sink = learnable_sink.to(state_dtype(q.dtype))
         rotation, style = None, "no rope"
         if rope is not None:
             rope = as_rope(rope)
             rotation, style = rope.rotation(q), rope.style
-        context.agree_on_call(q.dtype, q.shape[-1], f"{options}, {style}")
+        held = f"{'no ' if sink is None else ''}sink, reduce_dtype {reduce_dtype}"
+        context.agree_on_call(q.dtype, q.shape[-1], f"{options}, {style}, {held}")
+    call = _Call(context, layout, options, deterministic, reduce_dtype)
     out: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, context, layout, options, rotation
+        q, k, v, sink, call, rotation
     )
     return out.reshape(shape)
 
@@ -121,6 +143,16 @@ def _check(
             raise InputError(f"{name} is on {x.device}; this context runs on {context.device}")
 
 
+class _Call(NamedTuple):
+    """What one attention call is told, besides tensors."""
+
+    context: ParallelContext
+    layout: BatchLayout
+    options: AttentionOptions
+    deterministic: bool
+    reduce_dtype: torch.dtype | None
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -128,14 +160,15 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        context: ParallelContext,
-        layout: BatchLayout,
-        options: AttentionOptions,
+        sink: torch.Tensor | None,
+        call: _Call,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        ctx.context, ctx.layout, ctx.options = context, layout, options
+        context, layout = call.context, call.layout
+        ctx.call = call
         ctx.kv_shape = k.shape
         if layout.replica is None:
+            ctx.save_for_backward(sink)
             return torch.zeros_like(q)
         with context.guard():
             span = context.timeline.span
@@ -144,24 +177,29 @@ class _Attention(torch.autograd.Function):
                 inputs = heads.start_inputs(q, k, v, rotation)
                 inputs.kv_pending.wait()
                 inputs.q_pending.wait()
-            ring = Ring(context.routes, layout, inputs.kv, options, context.timeline)
-            o, lse = ring.forward(inputs.q)
+            ring = Ring(context.routes, layout, inputs.kv, call.options, context.timeline)
+            held = None if sink is None else sink[slice(*layout.share.q_heads)].contiguous()
+            o, lse = ring.forward(inputs.q, held)
+            if held is not None:
+                lse = lse_with_sink(lse, held)
             with span("all-to-all out"):
                 out = heads.to_tokens(o, "outputs")
         ctx.intervals = list(inputs.kv)
         ctx.interleaved = rotation is not None and rotation.interleaved
         angles = (None, None) if rotation is None else (rotation.cos, rotation.sin)
-        ctx.save_for_backward(inputs.q, lse, out, *angles, *inputs.kv.values())
+        ctx.save_for_backward(sink, inputs.q, lse, out, *angles, *inputs.kv.values())
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (do,) = grads
-        context, layout, options = ctx.context, ctx.layout, ctx.options
+        context, layout, options, deterministic, reduce_dtype = ctx.call
         dk, dv = do.new_empty(ctx.kv_shape), do.new_empty(ctx.kv_shape)
+        sink, *saved = ctx.saved_tensors
+        dsink = None if sink is None else torch.zeros_like(sink)
         if layout.replica is None:
-            return torch.zeros_like(do), dk.zero_(), dv.zero_(), None, None, None, None
-        q_heads, lse, out, cos, sin, *parts = ctx.saved_tensors
+            return torch.zeros_like(do), dk.zero_(), dv.zero_(), dsink, None, None
+        q_heads, lse, out, cos, sin, *parts = saved
         rotation = None if cos is None else Rotation(cos, sin, ctx.interleaved)
         with context.guard():
             span = context.timeline.span
@@ -174,11 +212,17 @@ class _Attention(torch.autograd.Function):
                 delta_heads, delta_pending = heads.start_like_queries(delta, "delta")
                 do_pending.wait()
                 delta_pending.wait()
+            delta = delta_heads.squeeze(-1).T.contiguous()
+            if dsink is not None:
+                held = slice(*layout.share.q_heads)
+                dsink[held] = sink_gradient(sink[held], lse, delta)
             ring = Ring(context.routes, layout, kv, options, context.timeline)
-            dq_heads, dkv = ring.backward(
-                q_heads, do_heads, lse, delta_heads.squeeze(-1).T.contiguous()
-            )
+            own, dkv = heads.kv_gradient_room(do)
+            dq_heads = ring.backward(
+                q_heads, do_heads, lse, delta, dkv,
+                deterministic=deterministic, reduce_dtype=reduce_dtype,
+            )  # fmt: skip
             with span("all-to-all out"):
                 dq = heads.to_tokens(dq_heads.to(do.dtype), "query gradients", rotation)
-                heads.kv_gradients_to_tokens(dkv, dk, dv, rotation)
-        return dq, dk, dv, None, None, None, None
+                heads.kv_gradients_to_tokens(own, dk, dv, rotation)
+        return dq, dk, dv, dsink, None, None

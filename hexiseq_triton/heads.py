@@ -62,10 +62,7 @@ class HeadExchange:
         q_stays = self._stays(rotation)
         slots = self._slots(kv=True, q=not q_stays)
         away, own = _pack((k, v) if q_stays else (k, v, q), slots, rotation)
-        kv = {
-            heads: own[slice(*held)].view(self._group_tokens, 2, heads[1] - heads[0], k.shape[-1])
-            for heads, held in slots.kv_own.items()
-        }
+        kv = self._kv_parts(own, slots)
         kv_pending = self._channel.start(
             _blocks(away, slots.kv_away),
             self._rows_of_others(kv.values()),
@@ -102,21 +99,24 @@ class HeadExchange:
         _movers(x).unpack(away, _flat(x), (tokens,), slots.pieces, rotation)
         return tokens
 
-    def kv_gradients_to_tokens(
-        self, dkv: KV, dk: torch.Tensor, dv: torch.Tensor, rotation: Rotation | None
-    ) -> None:
-        """Move the parts of dK and dV [L_g, 2, heads, D] to their tokens' owners, into dk and dv.
+    def kv_gradient_room(self, like: torch.Tensor) -> tuple[torch.Tensor, KV]:
+        """Return slots for this rank's dK and dV in the state dtype, and the parts as views."""
+        slots = self._slots(kv=True)
+        own = like.new_empty(slots.num_own, like.shape[-1], dtype=state_dtype(like.dtype))
+        return own, self._kv_parts(own, slots)
 
-        dk and dv are [s_d, H_kv, D], the parts in their state dtype. Replicas of a KV head are
-        added in the group's rank order, so the sum is the same in every run; dk is turned back.
+    def kv_gradients_to_tokens(
+        self, own: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, rotation: Rotation | None
+    ) -> None:
+        """Move what `kv_gradient_room` holds to its tokens' owners, into dk and dv [s_d, H_kv, D].
+
+        Replicas of a KV head are added in the group's rank order, so the sum is the same in every
+        run; dk is turned back.
         """
         slots = self._slots(kv=True)
-        empty = dk.new_empty(0, dk.shape[-1], dtype=state_dtype(dk.dtype))
-        parts = [_flat(part) for part in dkv.values()]
-        own = parts[0] if len(parts) == 1 else torch.cat([empty, *parts])
-        away = empty.new_empty(slots.num_away, dk.shape[-1])
+        away = own.new_empty(slots.num_away, own.shape[-1])
         self._channel.start(
-            self._rows_of_others(dkv.values()),
+            self._rows_of_others(self._kv_parts(own, slots).values()),
             _blocks(away, slots.kv_away),
             "the all-to-all of key and value gradients",
         ).wait()
@@ -127,6 +127,15 @@ class HeadExchange:
     def _stays(self, rotation: Rotation | None) -> bool:
         """Return whether queries need no move at all: a group of one, and nothing to turn."""
         return len(self._members) == 1 and rotation is None
+
+    def _kv_parts(self, own: torch.Tensor, slots: GroupSlots) -> KV:
+        """Return the part [L_g, 2, heads, D] of each interval of KV heads."""
+        return {
+            (start, stop): own[slice(*held)].view(
+                self._group_tokens, 2, stop - start, own.shape[-1]
+            )
+            for (start, stop), held in slots.kv_own.items()
+        }
 
     def _slots(self, *, kv: bool = False, q: bool = False) -> GroupSlots:
         return group_slots(self._members, self._rank, kv=kv, q=q)

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 
+from hexiseq_triton.batches import Exchange, Round, exchange_of
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.partition import deal
 from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
 from hexiseq_triton.segments import Mask, RowRange, Segment, merge, num_tokens, take
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of the exchange, seen from one rank: at most one departure and one arrival.
-
-    `arrival_segments` are the positions of the arriving rows.
-    """
-
-    departure: Transfer | None = None
-    arrival: Transfer | None = None
-    arrival_segments: tuple[Segment, ...] = ()
 
 
 class BatchLayout:
@@ -41,6 +29,7 @@ class BatchLayout:
         self.document_lengths = tuple(document_lengths)
         self.replica = plan.replica_of(rank)
         self._rounds: dict[Mask, tuple[Round, ...]] = {}
+        self._exchanges: dict[Mask, Exchange] = {}
 
     @cached_property
     def _dealt(self) -> list[list[list[Segment]]]:
@@ -102,12 +91,12 @@ class BatchLayout:
         return [(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
 
     @cached_property
-    def group_segments(self) -> list[list[Segment]]:
+    def group_segments(self) -> list[tuple[Segment, ...]]:
         """The segments of every group of the replica, in the group's row order."""
-        return [merge(chain.from_iterable(group)) for group in self._dealt]
+        return [tuple(merge(chain.from_iterable(group))) for group in self._dealt]
 
     @property
-    def own_group_segments(self) -> list[Segment]:
+    def own_group_segments(self) -> tuple[Segment, ...]:
         return self.group_segments[self._at[0]]
 
     # ---------------------------------------------------------------- the exchange
@@ -126,6 +115,12 @@ class BatchLayout:
         if mask not in self._rounds:
             self._rounds[mask] = self._make_rounds(mask)
         return self._rounds[mask]
+
+    def exchange(self, mask: Mask) -> Exchange:
+        """Return the rounds in batches, and where their rows stand in this rank's pools."""
+        if mask not in self._exchanges:
+            self._exchanges[mask] = exchange_of(self.rounds(mask), self.plan.exchange.window)
+        return self._exchanges[mask]
 
     def _make_rounds(self, mask: Mask) -> tuple[Round, ...]:
         assert self.replica is not None

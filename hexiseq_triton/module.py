@@ -12,9 +12,10 @@ from hexiseq_triton.rope import RopeLike
 
 
 class HexiSeqAttention(nn.Module):
-    """Exact attention of a packed batch over uneven tokens and heads. It holds no parameters.
+    """Exact attention of a packed batch over uneven tokens and heads.
 
-    Arguments have flash-attention 2's names and defaults; see `hexiseq_attention`.
+    Arguments have flash-attention 2's names and defaults; see `hexiseq_attention`. The only
+    parameter is `sink`, float32 [H], which begins at 0; None unless `learnable_sink`.
     """
 
     def __init__(
@@ -25,6 +26,9 @@ class HexiSeqAttention(nn.Module):
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
+        learnable_sink: bool = False,
+        deterministic: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.context = context
@@ -32,6 +36,11 @@ class HexiSeqAttention(nn.Module):
         self.causal = causal
         self.window_size = window_size
         self.softcap = softcap
+        self.deterministic = deterministic
+        self.reduce_dtype = reduce_dtype
+        self.sink: nn.Parameter | None = None
+        if learnable_sink:
+            self.sink = nn.Parameter(torch.zeros(context.plan.num_heads, device=context.device))
 
     def forward(
         self,
@@ -53,7 +62,13 @@ class HexiSeqAttention(nn.Module):
             window_size=self.window_size,
             softcap=self.softcap,
             rope=rope,
+            learnable_sink=self.sink,
+            deterministic=self.deterministic,
+            reduce_dtype=self.reduce_dtype,
         )
 
     def extra_repr(self) -> str:
-        return f"causal={self.causal}, window_size={self.window_size}, softcap={self.softcap}"
+        return (
+            f"causal={self.causal}, window_size={self.window_size}, softcap={self.softcap}, "
+            f"learnable_sink={self.sink is not None}"
+        )

@@ -75,6 +75,8 @@ def attention_options(draw: st.DrawFn) -> dict[str, Any]:
         options["softcap"] = draw(st.sampled_from([0.5, 5.0]))
     if draw(st.integers(0, 3)) == 0:
         options["softmax_scale"] = 0.3
+    if draw(st.integers(0, 3)) == 0:
+        options["sink"] = True
     return options
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from assertions import assert_as_close_as
 from dense import dense_attention
 from pool import TIMEOUT
@@ -15,6 +16,7 @@ from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.planner import Plan
 
 NAMES = ("o", "dq", "dk", "dv")
+NAMES_WITH_SINK = (*NAMES, "dsink")
 
 
 def random_qkv(
@@ -36,31 +38,53 @@ def random_qkv(
     }
 
 
+def random_sink(plan: Plan, seed: int) -> torch.Tensor:
+    """Return one logit for each query head, N(0, 1), the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(plan.num_heads, dtype=torch.float64, generator=generator)
+
+
 def planned(
     context: ParallelContext,
     tensors: dict[str, torch.Tensor],
     lengths: Sequence[int],
+    *,
+    sink: torch.Tensor | None = None,
     **options: Any,
 ) -> list[torch.Tensor]:
-    """Return o, dq, dk, dv of the replica's whole batch, computed under the plan."""
+    """Return o, dq, dk, dv, and dsink if there is one, of the replica's whole batch."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     batch = context.shard(tensors, cu_seqlens=cu_seqlens)
     q, k, v = (batch[name].requires_grad_() for name in "qkv")
-    o = hexiseq_attention(q, k, v, context, batch.layout, **options)
+    if sink is not None:
+        sink = sink.to(context.device, copy=True).requires_grad_()
+    o = hexiseq_attention(q, k, v, context, batch.layout, learnable_sink=sink, **options)
     o.backward(batch["do"])
     assert q.grad is not None
     assert k.grad is not None
     assert v.grad is not None
-    return [context.unshard(x.detach(), batch.layout).cpu() for x in (o, q.grad, k.grad, v.grad)]
+    found = [context.unshard(x.detach(), batch.layout).cpu() for x in (o, q.grad, k.grad, v.grad)]
+    if sink is None:
+        return found
+    if context.routes.group is not None:
+        dist.all_reduce(sink.grad, group=context.routes.group)
+    assert sink.grad is not None
+    return [*found, sink.grad.cpu()]
 
 
 def dense(
-    tensors: dict[str, torch.Tensor], lengths: Sequence[int], **options: Any
+    tensors: dict[str, torch.Tensor],
+    lengths: Sequence[int],
+    *,
+    sink: torch.Tensor | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """Return o, dq, dk, dv of dense attention in one process."""
-    q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
-    o = dense_attention(q, k, v, lengths, **options)
-    grads = torch.autograd.grad(o, (q, k, v), tensors["do"], materialize_grads=True)
+    """Return the same of dense attention in one process, which reduces nothing."""
+    kept = [tensors[name] for name in "qkv"] + ([] if sink is None else [sink])
+    leaves = [x.clone().requires_grad_() for x in kept]
+    o = dense_attention(*leaves[:3], lengths, sink=None if sink is None else leaves[3], **options)
+    grads = torch.autograd.grad(o, leaves, tensors["do"], materialize_grads=True)
     return [o.detach(), *grads]
 
 
@@ -78,9 +102,10 @@ def largest_errors(
     seed: int,
     device: str = "cpu",
 ) -> dict[str, float]:
-    """Worker: return the largest absolute error of o, dq, dk, dv; {} on an idle rank.
+    """Worker: return the largest absolute error of o, dq, dk, dv, dsink; {} on an idle rank.
 
-    Every fresh buffer is filled with NaN first, so an element that nothing wrote is seen.
+    The options are those of attention; where they hold "sink", one is drawn. Every fresh buffer is
+    filled with NaN first, so an element that nothing wrote is seen.
     """
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
@@ -88,12 +113,16 @@ def largest_errors(
         replica = context.replica or 0
         lengths = lengths_of_replica[replica]
         tensors = random_qkv(plan, sum(lengths), head_dim, seed + replica)
+        if "sink" in options:
+            options = options | {"sink": random_sink(plan, seed)}
         found = planned(context, tensors, lengths, **options)
         if context.replica is None:
-            assert all(x.shape[0] == 0 for x in found)
+            assert all(x.shape[0] == 0 for x in found[:4])
+            assert all((dsink == 0).all() for dsink in found[4:])
             return {}
         expected = dense(tensors, lengths, **options)
-        return {name: _largest(a - b) for name, a, b in zip(NAMES, found, expected, strict=True)}
+        errors = [_largest(a - b) for a, b in zip(found, expected, strict=True)]
+        return dict(zip(NAMES_WITH_SINK, errors, strict=False))
 
 
 def check_low_precision(

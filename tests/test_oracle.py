@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from drawn_plans import Case, cases
-from equality import largest_errors
+from equality import NAMES_WITH_SINK, largest_errors, random_qkv, random_sink
 from hypothesis import HealthCheck, given, seed, settings
-from pool import Pool
+from pool import TIMEOUT, Pool
 
-from hexiseq_triton.layout import BatchLayout, Round
+from hexiseq_triton.attention import hexiseq_attention
+from hexiseq_triton.batches import Batch, Round
+from hexiseq_triton.context import init
+from hexiseq_triton.errors import InputError
+from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import ExchangePlan, Plan, Split
 from hexiseq_triton.ring import Ring
 from hexiseq_triton.segments import Mask
@@ -28,7 +34,7 @@ def errors_of(pool: Pool, case: Case) -> dict[str, float]:
     found = pool.run(
         largest_errors, case.plan, case.lengths, case.head_dim, case.options, case.seed
     )
-    return {name: max(f.get(name, 0.0) for f in found) for name in ("o", "dq", "dk", "dv")}
+    return {name: max(f.get(name, 0.0) for f in found) for name in NAMES_WITH_SINK}
 
 
 def test_every_drawn_plan_equals_dense_attention(pool: Pool) -> None:
@@ -40,6 +46,7 @@ def test_every_drawn_plan_equals_dense_attention(pool: Pool) -> None:
         drawn["groups of different size"] += len(set(case.group_sizes)) > 1
         drawn["cut KV groups"] += case.cuts_a_kv_group
         drawn["a rank without tokens"] += any(s.tokens == 0 for s in case.plan.shares)
+        drawn["a sink"] += "sink" in case.options
         errors = errors_of(pool, case)
         assert max(errors.values()) <= TOLERANCE, f"HEXISEQ_TEST_SEED={SEED}: {errors}"
 
@@ -52,8 +59,8 @@ def test_every_drawn_plan_equals_dense_attention(pool: Pool) -> None:
         )(seed(SEED)(given(cases(mixed))(check)))()
     print(dict(drawn))
     assert drawn["plans"] >= 200
-    for kind in ("groups of different size", "cut KV groups", "a rank without tokens"):
-        assert drawn[kind] >= 40, kind
+    for kind in ("groups of different size", "cut KV groups", "a rank without tokens", "a sink"):
+        assert drawn[kind] >= (30 if kind == "a sink" else 40), kind
 
 
 FIXED = {
@@ -64,7 +71,7 @@ FIXED = {
         ),
         ((7, 0, 131, 1, 2, 113, 61),),
         8,
-        {"causal": True},
+        {"causal": True, "sink": True},
         1,
     ),
     "KV heads on 3 ranks and on 1": Case(
@@ -98,7 +105,7 @@ FIXED = {
         ),
         ((89,), (31,)),
         4,
-        {"causal": True, "window_size": (11, 0)},
+        {"causal": True, "window_size": (11, 0), "sink": True},
         4,
     ),
     "MQA on more ranks than heads": Case(
@@ -115,6 +122,69 @@ FIXED = {
 def test_chosen_plan_equals_dense_attention(pool: Pool, name: str) -> None:
     errors = errors_of(pool, FIXED[name])
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_chunks_that_share_a_launch_change_nothing(pool: Pool, window: int) -> None:
+    exchange = ExchangePlan(chunk_tokens=9, window=window)
+    case = replace(MUTATED, plan=replace(MUTATED.plan, exchange=exchange))
+    assert max(errors_of(pool, case).values()) <= TOLERANCE
+
+
+def test_partials_may_travel_in_a_lower_precision(pool: Pool) -> None:
+    case = replace(MUTATED, options={"causal": True, "reduce_dtype": torch.float32})
+    errors = errors_of(pool, case)
+    assert max(errors["o"], errors["dq"]) <= TOLERANCE
+    for name in ("dk", "dv"):
+        assert TOLERANCE < errors[name] < 1e-5
+
+
+def module_beside_function(rank: int, plan: Plan) -> None:
+    """Worker: the module gives what the function does, and learns nothing but its sink."""
+    with init(plan, timeout=TIMEOUT) as context:
+        tensors = random_qkv(plan, 255, 4, seed=0)
+        batch = context.shard(tensors, cu_seqlens=torch.tensor([0, 255]))
+        module = HexiSeqAttention(context, causal=True, learnable_sink=True)
+        assert [name for name, _ in module.named_parameters()] == ["sink"]
+        assert not list(HexiSeqAttention(context).parameters())
+        with torch.no_grad():
+            module.sink.copy_(random_sink(plan, seed=1))
+        sink = module.sink.detach().requires_grad_()
+        q, k, v = (batch[name] for name in "qkv")
+        found = module(q, k, v, batch.layout)
+        expected = hexiseq_attention(
+            q, k, v, context, batch.layout, causal=True, learnable_sink=sink
+        )
+        assert torch.equal(found, expected)
+        dsink = [
+            torch.autograd.grad(o.sum(), s)[0] for o, s in ((found, module.sink), (expected, sink))
+        ]
+        assert torch.equal(*dsink)
+        held = [share.q_heads for share in plan.shares if share.rank == rank]
+        others = torch.ones(plan.num_heads, dtype=torch.bool)
+        for heads in held:
+            others[slice(*heads)] = False
+        assert (dsink[0][others] == 0).all()
+        assert (dsink[0][~others] != 0).all()
+
+
+def test_the_module_learns_its_sink(pool: Pool) -> None:
+    pool.run(module_beside_function, MUTATED.plan)
+
+
+def arguments_that_do_not_fit(rank: int, plan: Plan) -> str:
+    """Worker: return what the call says."""
+    with init(plan, timeout=TIMEOUT) as context:
+        batch = context.shard(random_qkv(plan, 255, 4, seed=0), cu_seqlens=torch.tensor([0, 255]))
+        q, k, v = (batch[name] for name in "qkv")
+        with pytest.raises(InputError) as raised:
+            hexiseq_attention(q, k, v, context, batch.layout, learnable_sink=torch.ones(5))
+        return str(raised.value)
+
+
+def test_a_sink_of_another_size_raises_on_every_rank(pool: Pool) -> None:
+    for message in pool.run(arguments_that_do_not_fit, MUTATED.plan):
+        assert "learnable_sink has shape (5,)" in message
 
 
 # -------------------------------------------------------------------- the oracle sees faults
@@ -143,12 +213,11 @@ def with_one_partial_dropped(*args: Any) -> dict[str, float]:
     original = Ring._add_returned
     dropped = []
 
-    def forgetful(self: Ring, dkv: Any, step: Round, returned: Any, pending: Any) -> None:
-        if step.departure and not dropped:
-            dropped.append(step)
-            pending.wait()
-            return
-        original(self, dkv, step, returned, pending)
+    def forgetful(self: Ring, dkv: Any, returned: Any, batch: Batch, pending: Any) -> None:
+        if batch.returns and not dropped:
+            dropped.append(batch)
+            batch = replace(batch, returns={})
+        original(self, dkv, returned, batch, pending)
 
     with mock.patch.object(Ring, "_add_returned", forgetful):
         return largest_errors(*args)

@@ -1,36 +1,108 @@
-"""A lower bound on the step, for every balanced layout of the GPUs, any tokens and any heads.
+"""A lower bound on the step of every layout the runtime can carry out, under the cost model.
 
-Phase by phase, work over the rate of all GPUs together: nobody finishes a layer sooner than a
-single GPU with everyone's FLOP/s would. For groups g with token-wise rate A_g and attention rate
-B_g, both phases of g take L_g (1/A_g + w/B_g) at least, with w attention work per token. The
-slowest group takes at least N / sum_g f(A_g, B_g), f(A, B) = 1 / (1/A + w/B). f is concave and
-homogeneous, so the sum is at most f(sum A, sum B): that of one group of all.
+It holds for all partitions of the GPUs into head-parallel groups of any size and mix, in any number
+of replicas, for any tokens and heads, in both arrangements, with any number of passes, and with
+GPUs left idle. It is the larger of two bounds, proved in their modules and `docs/planner.md`:
 
-FSDP's gathers and reduce-scatters are the same for all layouts, so a layer cannot beat them either.
-All other communication, memory and whole heads only add to it. Imports nothing of the search.
+    layers   all computing, spread over the GPUs as well as their rates allow, with FSDP beside it
+    cut      rows that must enter the GPUs or the nodes
+
+and both add what every layout pays: FSDP's exposed transfers, once a pass, and the optimizer.
+Memory says how few passes a step can have. Imports nothing of the search.
 """
 
 from __future__ import annotations
 
-from hexiseq_triton.planner.cost import fsdp_seconds, optimizer_seconds
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq_triton.planner.bound_cut import cut_seconds
+from hexiseq_triton.planner.bound_phases import phases_seconds
+from hexiseq_triton.planner.fsdp import boundary_seconds, fsdp_seconds, optimizer_seconds
+from hexiseq_triton.planner.memory import memory_model
 from hexiseq_triton.planner.problem import Problem, Work
+from hexiseq_triton.planner.rates import Floats, together
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What no step can fall below, in seconds, and what it is made of."""
+
+    computing: float
+    """The share of `layers` that is computing, in a step without any transfer."""
+    layers: float
+    cut: float
+    passes: int
+    """The fewest a step can have."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.layers, self.cut)
 
 
 def lower_bound_seconds(problem: Problem) -> float:
-    """Return seconds that no balanced layout's step can fall below, under the cost model."""
-    workload, work, rates = problem.workload, problem.work, problem.rates
-    tokens = workload.stream_tokens
-    pairs = tokens * workload.pairs_per_token * problem.model.heads
+    """Return seconds that no layout's step can fall below; infinite if none fits in memory."""
+    bound = lower_bound(problem)
+    return math.inf if bound is None else bound.seconds
 
-    linear = work.linear_per_token * tokens / rates.gemm.sum()
-    forward = linear + work.attention_per_pair * pairs / rates.attention_forward.sum()
-    backward = (
-        Work.BACKWARD_LINEAR * linear
-        + Work.BACKWARD_ATTENTION * work.attention_per_pair * pairs / rates.attention_backward.sum()
-    )
-    again = 1 if workload.recompute == "full" else 0
-    logits = (1 + Work.BACKWARD_LINEAR) * work.logits_per_token * tokens / rates.gemm.sum()
+
+def lower_bound(problem: Problem) -> Bound | None:
+    """Return the bound and its parts; None if memory holds no layout."""
+    passes = fewest_passes(problem)
+    if passes is None:
+        return None
+    layers, step_tokens = problem.model.layers, problem.workload.step_tokens
+    forward, backward, logits = unit_seconds(problem)
+    directions = phases_seconds(problem, *forward), phases_seconds(problem, *backward)
+    outside = step_tokens / float((1 / logits).sum())
+
     gather, reduce_scatter = fsdp_seconds(problem)
-    layer = max(forward, gather) + max(again * forward + backward, gather + reduce_scatter)
-    one_pass = problem.model.layers * layer + logits
-    return float(workload.accumulation * one_pass + optimizer_seconds(problem).max())
+    beside = passes * gather, passes * (gather + reduce_scatter)
+    with_fsdp = [max(together(*pair)) for pair in zip(directions, beside, strict=True)]
+    token_wise = layers * (forward[0] + backward[0]) + logits
+    every_layout = passes * boundary_seconds(problem) + float(optimizer_seconds(problem).max())
+    return Bound(
+        computing=layers * sum(directions) + outside,
+        layers=layers * sum(with_fsdp) + outside + every_layout,
+        cut=cut_seconds(problem, passes, token_wise) + every_layout,
+        passes=passes,
+    )
+
+
+def fewest_passes(problem: Problem) -> int | None:
+    """Return the fewest passes whose tokens can fit in all GPUs together; None if no number does.
+
+    Wherever a token lies, its own bytes and those of its query and KV heads after the all-to-all
+    lie somewhere, beside what every GPU holds anyway.
+    """
+    workload, model, memory = problem.workload, problem.model, memory_model(problem)
+    limit = problem.rates.memory_limit
+    if (limit < max(memory.fixed, memory.floor)).any():
+        return None
+    heads = model.heads * memory.per_q_head + model.kv_heads * memory.per_kv_head
+    tokens = float((limit - memory.fixed).sum()) / (memory.per_token + heads)
+    fitting = (n for n in workload.accumulations if workload.step_tokens / n <= tokens)
+    return next(fitting, None)
+
+
+def unit_seconds(problem: Problem) -> tuple[Floats, Floats, Floats]:
+    """Return seconds of computing on each rank: of a layer forward, backward, and of the logits.
+
+    The first two are [2, ranks]: what a token costs, and a (query, key) pair of all heads. Backward
+    counts what it computes again. The logits, forward and backward, are [ranks], for a token.
+    """
+    rates, work = problem.rates, problem.work
+    pair = work.attention_per_pair * problem.model.heads
+    forward = np.stack([work.linear_per_token / rates.gemm_forward, pair / rates.attention_forward])
+    backward = np.stack(
+        [
+            Work.BACKWARD_LINEAR * work.linear_per_token / rates.gemm_backward,
+            Work.BACKWARD_ATTENTION * pair / rates.attention_backward,
+        ]
+    )
+    if problem.workload.recompute == "full":
+        backward = backward + forward
+    logits = (1 + Work.BACKWARD_LINEAR) * work.logits_per_token / rates.gemm_forward
+    return forward, backward, logits

@@ -9,7 +9,8 @@ A cluster file, in YAML:
     gpus:                         # cards that are not in the table; three numbers suffice
       my-card: {dense_tflops: 200, memory_gb: 24, network_gb_per_s: 12.5}
 
-Ranks count up node by node; in a node as listed, a mapping of counts by GPU name.
+Ranks count up node by node; in a node as listed, a mapping of counts by GPU name. Cards that many
+cluster files name stand better in a GPU file of their own (`gpus.gpu_overlay`).
 """
 
 from __future__ import annotations
@@ -28,24 +29,28 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
-from hexiseq_triton.planner.gpus import GpuSpec, gpu_table, nearest
+from hexiseq_triton.planner.files import FILE_CONFIG, Count, Positive, build, read_mapping
+from hexiseq_triton.planner.gpus import GpuSpec, gpu_overlay, gpu_table, nearest
 
 MOST_GPUS = 16_384
-Positive = Annotated[float, Field(gt=0)]
 
 
 def _gpu_names(content: Any) -> Any:
     """Return GPU names in rank order from a list of names or a mapping of name to count."""
+    if isinstance(content, str | int | float) or content is None:
+        raise ValueError("a list of GPU names is needed, or a mapping of counts by GPU name")
     if not isinstance(content, Mapping):
         return content
     for name, count in content.items():
-        if not isinstance(count, int) or not 0 < count <= MOST_GPUS:
+        if type(count) is not int or not 0 < count <= MOST_GPUS:
             raise ValueError(f"{name} has count {count!r}; a count is 1 to {MOST_GPUS}")
-    return [name for name, count in sorted(content.items()) for _ in range(count)]
+    return [name for name in sorted(content, key=str) for _ in range(content[name])]
 
 
-GpuNames = Annotated[tuple[str, ...], BeforeValidator(_gpu_names)]
+GpuNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_gpu_names, json_schema_input_type=tuple[str, ...] | dict[str, Count]),
+]
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -58,7 +63,7 @@ class NodeEntry:
 
     name: str
     gpus: GpuNames
-    count: Annotated[int, Field(ge=1)] = 1
+    count: Count = 1
     intra_gb_per_s: Positive | None = None
     intra_latency_us: Positive = 5.0
     inter_gb_per_s: Positive | None = None
@@ -100,20 +105,45 @@ class Cluster:
     gpus: dict[str, GpuSpec]
 
     @classmethod
-    def load(cls, path: str | Path) -> Cluster:
+    def load(cls, path: str | Path, gpus: str | Path | None = None) -> Cluster:
         """Read a cluster file.
+
+        Args:
+            path: the cluster file.
+            gpus: a file of GPUs to lay over the table, for instance of cards that are not in it.
 
         Raises:
             ConfigError: naming the file, the field, its value, and what fits.
         """
-        return cls.from_mapping(read_mapping(path), str(path))
+        overlay = {} if gpus is None else gpu_overlay(gpus)
+        return cls.from_mapping(read_mapping(path), str(path), overlay)
 
     @classmethod
-    def from_mapping(cls, content: Mapping[str, Any], source: str = "cluster") -> Cluster:
-        """Check the content of a cluster file; `source` names it in errors."""
+    def from_mapping(
+        cls,
+        content: Mapping[str, Any],
+        source: str = "cluster",
+        overlay: Mapping[str, GpuSpec] | None = None,
+    ) -> Cluster:
+        """Check the content of a cluster file.
+
+        Args:
+            content: what the file holds.
+            source: names it in errors.
+            overlay: GPUs that go before those of the table.
+
+        Raises:
+            ConfigError: naming the field, its value, and what fits.
+        """
         file = build(ClusterFile, content, source)
         _check_size_and_names(file, source)
-        known = gpu_table() | file.gpus
+        overlay = dict(overlay or {})
+        both = sorted(file.gpus.keys() & overlay.keys())
+        if both:
+            raise ConfigError(
+                f"{source}: gpus describes {', '.join(both)}, and so does the GPU file; remove one"
+            )
+        known = gpu_table() | overlay | file.gpus
         devices: list[Device] = []
         for index, entry in enumerate(file.nodes):
             for name in entry.gpus:
@@ -144,6 +174,18 @@ class Cluster:
         for device in self.devices:
             nodes.setdefault(device.node, []).append(device.rank)
         return {node: tuple(ranks) for node, ranks in nodes.items()}
+
+    def assumed(self, gpu: str) -> dict[str, float]:
+        """Return the figures of a GPU model that nobody measured and no vendor gave."""
+        spec = self.gpus[gpu]
+        figures = spec.assumed
+        network = spec.network_gb_per_s
+        own_link = spec.nvlink_gb_per_s or spec.pcie_gb_per_s
+        if network is not None and own_link is None:
+            rates = {device.in_node_gb_per_s for device in self.devices if device.gpu == gpu}
+            if network.value in rates:
+                figures["intra_gb_per_s"] = network.value  # what it reaches towards other nodes
+        return figures
 
     @cached_property
     def digest(self) -> str:

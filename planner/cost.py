@@ -1,54 +1,111 @@
 """What a layout costs: seconds of a step, seconds and bytes of every rank.
 
-The all-to-all synchronises a group, so one layer of group g takes, forward and backward each,
+The all-to-all synchronises a group, so one layer of a group takes, forward and backward each,
 
     max over ranks (token-wise) + all-to-all + max over ranks (attention with its KV exchange)
                                 + all-to-all
 
-and the layer takes as long as its slowest group. A group of one has no all-to-all. Attention and
-exchange overlap: the longer of the two counts, and the part of the first chunk's transfer that the
-group's own tokens cannot hide. FSDP's gathers and reduce-scatters run beside the layer and count
-where they are longer; the two share a NIC, which is not modelled.
+A group of one has no all-to-all and no barrier. A layer takes as long as its slowest group, or as
+FSDP's transfers for the next layer if those are longer; each slows the other a little. A step is
 
-Balanced causal work of group g is L_g (N + 1) / 2 pairs for each head, full attention L_g N. A
-contiguous arrangement is charged what its segments really see.
+    passes * (layers * (forward + backward) + logits + FSDP's exposed transfers) + optimizer
+
+Backward computes forward again where the workload recomputes. FSDP and the exchange share a NIC,
+which is not modelled. Times of computing are FLOPs over a rate (`rates`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from hexiseq_triton.planner.memory import memory_model
+from hexiseq_triton.planner.exchange import Attention, with_exchange
+from hexiseq_triton.planner.fsdp import boundary_seconds, fsdp_seconds, optimizer_seconds
+from hexiseq_triton.planner.memory import peak_bytes
+from hexiseq_triton.planner.plans import Exchange
 from hexiseq_triton.planner.problem import Layout, Problem, Work
-from hexiseq_triton.planner.rates import Floats
-from hexiseq_triton.planner.traffic import (
-    GRADIENT_BYTES,
-    Ports,
-    Rows,
-    all_to_all,
-    fetched_tokens,
-    kv_exchange,
-)
-from hexiseq_triton.segments import CAUSAL, FULL, cut, visible_pairs, whole_documents
+from hexiseq_triton.planner.rates import Floats, Ints, Seconds, together
+from hexiseq_triton.planner.rows import Rows
+from hexiseq_triton.planner.sight import Sight, sight_of
+from hexiseq_triton.planner.traffic import BF16, FLOAT32, all_to_all
 
-OPTIMIZER_BYTES = 28
-"""Adam reads parameter, gradient and two moments, and writes all but the gradient, in float32."""
+
+@dataclass(frozen=True)
+class Layer:
+    """One direction of one layer, in seconds: arrays over rows, `shuffle` over groups."""
+
+    token_wise: Floats
+    shuffle: Floats
+    attention: Floats
+    """Computing alone."""
+    exchanged: Floats
+    """Attention with its exchange."""
+
+    def group_seconds(self, rows: Rows) -> Floats:
+        """Return how long each group takes."""
+        return rows.most(self.token_wise) + self.shuffle + rows.most(self.exchanged)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A layout's prediction. Rank arrays are indexed by rank."""
+    """A layout's prediction. Rank arrays are indexed by rank, group arrays run over all groups."""
 
+    problem: Problem
     layout: Layout
-    step_seconds: float
-    group_seconds: Floats
-    """One layer, forward and backward, of each group."""
-    busy_seconds: Floats
-    """A rank's own computing in one step."""
-    memory_bytes: Floats
-    memory_limit: Floats
+    rows: Rows
+    forward: Layer
+    backward: Layer
+    """Without what it computes again."""
+
+    @cached_property
+    def step_seconds(self) -> float:
+        logits = self.logits_seconds.max()
+        return float(
+            _step_seconds(self.problem, self.layout.accumulation, sum(self.layer_seconds), logits)
+        )
+
+    @cached_property
+    def directions(self) -> tuple[Floats, Floats]:
+        """Each group's seconds of one layer, forward and backward, recomputing included."""
+        return _directions(self.problem, self.rows, self.forward, self.backward)
+
+    @property
+    def group_seconds(self) -> Floats:
+        """One layer, forward and backward, of each group."""
+        forward, backward = self.directions
+        return forward + backward
+
+    @cached_property
+    def layer_seconds(self) -> tuple[float, float]:
+        """One layer forward and backward, of the slowest group or of FSDP."""
+        forward, backward = self.directions
+        return _layer_seconds(self.problem, float(forward.max()), float(backward.max()))
+
+    @cached_property
+    def logits_seconds(self) -> Floats:
+        """The output matrix in one pass, forward and backward, of each row."""
+        return _logits_seconds(self.problem, self.rows)
+
+    @cached_property
+    def busy_seconds(self) -> Floats:
+        """A rank's own computing in one step, waiting and transfers left out."""
+        again = 2 if self.problem.workload.recompute == "full" else 1
+        layer = again * (self.forward.token_wise + self.forward.attention)
+        layer = layer + self.backward.token_wise + self.backward.attention
+        one_pass = self.problem.model.layers * layer + self.logits_seconds
+        busy = optimizer_seconds(self.problem)
+        busy[self.rows.rank] += self.layout.accumulation * one_pass
+        return busy
+
+    @cached_property
+    def memory_bytes(self) -> Floats:
+        return peak_bytes(self.problem, self.rows, self.layout.exchange)
+
+    @property
+    def memory_limit(self) -> Floats:
+        return self.problem.rates.memory_limit
 
     @property
     def fits(self) -> bool:
@@ -59,150 +116,124 @@ class Cost:
         return int(np.argmax(self.memory_bytes / self.memory_limit))
 
 
-@dataclass(frozen=True)
-class _Phases:
-    """Seconds of one layer, arrays over rows: computing, and attention with its exchange."""
+def evaluate(problem: Problem, layout: Layout, *, fluid: bool = False) -> Cost:
+    """Return what `layout` costs; it may exceed memory, which `Cost.fits` tells.
 
-    linear: Floats
-    attention_busy: Floats
-    attention: Floats
-
-
-def evaluate(problem: Problem, layout: Layout) -> Cost:
-    """Return what `layout` costs; it may exceed memory, which `Cost.fits` tells."""
-    rows = Rows.of(problem, layout)
-    forward, backward = _phases(problem, layout, rows)
-    shuffle = _all_to_all_seconds(problem, rows)
-
-    group_forward = rows.most(forward.linear) + shuffle + rows.most(forward.attention)
-    group_backward = rows.most(backward.linear) + shuffle + rows.most(backward.attention)
-    if problem.workload.recompute == "full":
-        group_backward = group_backward + group_forward
-    gather, reduce_scatter = fsdp_seconds(problem)
-    layer = max(group_forward.max(), gather) + max(group_backward.max(), gather + reduce_scatter)
-
-    logits = (1 + Work.BACKWARD_LINEAR) * problem.work.logits_per_token * rows.tokens
-    logits = logits / problem.rates.gemm[rows.rank]
-    one_pass = problem.model.layers * layer + logits.max()
-    step = problem.workload.accumulation * one_pass + optimizer_seconds(problem).max()
-    used = np.zeros(problem.cluster.world_size)
-    used[rows.rank] = np.ceil(memory_model(problem).rank_bytes(rows))
-    return Cost(
-        layout=layout,
-        step_seconds=float(step),
-        group_seconds=group_forward + group_backward,
-        busy_seconds=_busy_seconds(problem, rows, forward, backward, logits),
-        memory_bytes=used,
-        memory_limit=problem.rates.memory_limit,
-    )
-
-
-def _busy_seconds(
-    problem: Problem, rows: Rows, forward: _Phases, backward: _Phases, logits: Floats
-) -> Floats:
-    """Return what each rank computes in one step, waiting and transfers left out."""
-    workload = problem.workload
-    again = 2 if workload.recompute == "full" else 1
-    layer = again * (forward.linear + forward.attention_busy)
-    layer = layer + backward.linear + backward.attention_busy
-    busy = optimizer_seconds(problem)
-    busy[rows.rank] += workload.accumulation * (problem.model.layers * layer + logits)
-    return busy
-
-
-def optimizer_seconds(problem: Problem) -> Floats:
-    """Return the optimizer's seconds on each rank; states are sharded evenly."""
-    num_bytes = OPTIMIZER_BYTES * problem.model.parameters / problem.cluster.world_size
-    result: Floats = num_bytes / problem.rates.memory
-    return result
-
-
-def _phases(problem: Problem, layout: Layout, rows: Rows) -> tuple[_Phases, _Phases]:
-    """Return the forward and the backward phase of one layer."""
-    rates, work = problem.rates, problem.work
-    linear = work.linear_per_token * rows.tokens / rates.gemm[rows.rank]
-    attention = work.attention_per_pair * rows.q_heads * _pairs(problem, layout, rows)[rows.group]
-    fetched = fetched_tokens(problem, layout, rows)
-    ports = kv_exchange(problem, rows, fetched)
-    # KV is fetched again in backward, and every fetch is answered by its dK and dV
-    returned = ports.with_returns(GRADIENT_BYTES / 2)
-
-    phases = []
-    for times, rate, traffic, linear_times in (
-        (1.0, rates.attention_forward, ports, 1.0),
-        (Work.BACKWARD_ATTENTION, rates.attention_backward, returned, Work.BACKWARD_LINEAR),
-    ):
-        busy = times * attention / rate[rows.rank]
-        exchanged = busy
-        if len(layout.groups) > 1:
-            exchanged = _overlapped(problem, rows, busy, fetched, traffic)
-        phases.append(_Phases(linear_times * linear, busy, exchanged))
-    return phases[0], phases[1]
-
-
-def _pairs(problem: Problem, layout: Layout, rows: Rows) -> Floats:
-    """Return the (query, key) pairs of each group, for one head."""
-    workload = problem.workload
-    if layout.arrangement == "balanced":
-        return rows.group_tokens * workload.pairs_per_token
-    documents = whole_documents([workload.seq_len] * workload.sequences)
-    runs = cut(documents, [group.num_tokens for group in layout.groups])
-    mask = CAUSAL if workload.causal else FULL
-    return np.array([visible_pairs(run, documents, mask) for run in runs], dtype=float)
-
-
-def _overlapped(
-    problem: Problem, rows: Rows, busy: Floats, fetched: Floats, ports: Ports
-) -> Floats:
-    """Return seconds of attention with its exchange: the longer one, and the exposed start."""
-    rates, exchange = problem.rates, problem.exchange
-    cuts = np.unique(rows.kv_ranges)
-    intervals = np.searchsorted(cuts, rows.kv_ranges)
-    chunks = np.ceil(fetched / exchange.chunk_tokens).sum(axis=1)[rows.group]
-    chunks = chunks * (intervals[:, 1] - intervals[:, 0])
-    far = ports.in_across + ports.out_across > 0
-    latency = np.where(far, rates.across_latency[rows.rank], rates.in_node_latency[rows.rank])
-
-    moving = ports.seconds(rates.in_node[rows.rank], rates.across[rows.rank])
-    moving = moving + latency * chunks / exchange.window
-    own_share = rows.group_tokens / rows.group_tokens.sum()
-    first = np.divide(moving, chunks, out=np.zeros_like(moving), where=chunks > 0)
-    exposed = np.maximum(0.0, first - busy * own_share[rows.group])
-    result: Floats = np.maximum(busy, moving) + exposed
-    return result
-
-
-def _all_to_all_seconds(problem: Problem, rows: Rows) -> Floats:
-    """Return each group's all-to-alls of one layer: q, k and v in, o out; backward's are alike."""
-    rates = problem.rates
-    spans = (rows.by_group_and_node(np.ones(len(rows.rank))) > 0).sum(axis=1)[rows.group] > 1
-    latency = np.where(spans, rates.across_latency[rows.rank], rates.in_node_latency[rows.rank])
-    seconds = np.zeros(len(rows.group_starts))
-    for heads in (rows.q_heads + 2 * rows.kv_heads, rows.q_heads):
-        ports = all_to_all(problem, rows, heads)
-        moving = ports.seconds(rates.in_node[rows.rank], rates.across_all_to_all[rows.rank])
-        seconds += rows.most(moving + latency)
-    result: Floats = np.where(rows.group_sizes > 1, seconds, 0.0)
-    return result
-
-
-def fsdp_seconds(problem: Problem) -> tuple[float, float]:
-    """Return seconds to gather one layer's parameters, and to reduce-scatter its gradients.
-
-    Every rank passes on all shards but its own inside the node; a node's NICs together take in
-    what other nodes hold.
+    Args:
+        problem: what is planned for.
+        layout: any layout of its ranks, tokens and heads.
+        fluid: take named documents as if their work were even along the stream. Much faster, for
+            searching; without documents it changes nothing.
     """
-    world, rates = problem.cluster.world_size, problem.rates
-    if world == 1:
-        return 0.0, 0.0
-    sizes = np.bincount(rates.node)
-    seconds = 0.0
-    if sizes.max() > 1:
-        seconds = float(((world - 1) / world / rates.in_node[sizes[rates.node] > 1]).max())
-    if len(sizes) > 1:
-        node_rates = np.bincount(rates.node, weights=rates.across)
-        seconds = max(seconds, float(((world - sizes) / world / node_rates).max()))
-    return (
-        2 * problem.model.parameters_per_layer * seconds,
-        GRADIENT_BYTES * problem.model.parameters_per_layer * seconds,
+    rows = Rows.of(problem, layout)
+    sight = sight_of(problem, layout, rows, fluid=fluid)
+    return Cost(problem, layout, rows, *layers_of(problem, rows, sight, layout.exchange))
+
+
+def layers_of(
+    problem: Problem, rows: Rows, sight: Sight, exchange: Exchange
+) -> tuple[Layer, Layer]:
+    """Return forward and backward of one layer, for one layout or for many side by side."""
+    rates, work, rank = problem.rates, problem.work, rows.rank
+    linear = work.linear_per_token * rows.tokens
+    pairs = work.attention_per_pair * rows.q_heads * sight.pairs[rows.group]
+    busy = Attention(
+        pairs / rates.attention_forward[rank],
+        Work.BACKWARD_ATTENTION * pairs / rates.attention_backward[rank],
     )
+    exchanged = with_exchange(problem, rows, sight, busy, exchange)
+    shuffle, shuffle_back = _shuffle_seconds(problem, rows)
+    return (
+        Layer(linear / rates.gemm_forward[rank], shuffle, busy.forward, exchanged.forward),
+        Layer(
+            Work.BACKWARD_LINEAR * linear / rates.gemm_backward[rank],
+            shuffle_back,
+            busy.backward,
+            exchanged.backward,
+        ),
+    )
+
+
+def side_by_side(
+    problem: Problem, rows: Rows, sight: Sight, exchange: Exchange, replicas: Ints, passes: Ints
+) -> Floats:
+    """Return the step's seconds of many layouts at once.
+
+    Args:
+        problem: what is planned for.
+        rows: of all layouts, one after the other; a rank may stand in several.
+        sight: of these rows.
+        exchange: of all layouts.
+        replicas: how many each layout has.
+        passes: of each layout.
+    """
+    forward, backward = layers_of(problem, rows, sight, exchange)
+    ends = np.cumsum(replicas)
+    starts = np.searchsorted(rows.replica, ends - replicas)  # first group of each layout
+    first, second = (
+        np.maximum.reduceat(seconds, starts)
+        for seconds in _directions(problem, rows, forward, backward)
+    )
+    first, second = _layer_seconds(problem, first, second)
+    logits = np.maximum.reduceat(_logits_seconds(problem, rows), rows.group_starts[starts])
+    return _step_seconds(problem, passes, first + second, logits)
+
+
+def _directions(
+    problem: Problem, rows: Rows, forward: Layer, backward: Layer
+) -> tuple[Floats, Floats]:
+    """Return each group's seconds of one layer, forward and backward, recomputing included."""
+    first, second = forward.group_seconds(rows), backward.group_seconds(rows)
+    if problem.workload.recompute == "full":
+        second = second + first
+    return first, second
+
+
+def _layer_seconds(
+    problem: Problem, forward: Seconds, backward: Seconds
+) -> tuple[Seconds, Seconds]:
+    """Return one layer's seconds, forward and backward, beside FSDP's transfers."""
+    gather, reduce_scatter = fsdp_seconds(problem)
+    return (
+        np.maximum(*together(forward, gather)),
+        np.maximum(*together(backward, gather + reduce_scatter)),
+    )
+
+
+def _logits_seconds(problem: Problem, rows: Rows) -> Floats:
+    """Return the output matrix in one pass, forward and backward, of each row."""
+    work = (1 + Work.BACKWARD_LINEAR) * problem.work.logits_per_token * rows.tokens
+    result: Floats = work / problem.rates.gemm_forward[rows.rank]
+    return result
+
+
+def _step_seconds(problem: Problem, passes: Ints | int, layer: Seconds, logits: Seconds) -> Seconds:
+    """Return a step's seconds from those of a layer, both directions, and of the logits."""
+    one_pass = problem.model.layers * layer + logits + boundary_seconds(problem)
+    result: Seconds = passes * one_pass + optimizer_seconds(problem).max()
+    return result
+
+
+def _shuffle_seconds(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
+    """Return each group's all-to-alls of one layer, forward and backward.
+
+    Forward q, k and v go in and o comes out. Backward dO goes in with one float32 for each row,
+    and dq comes out, and then dk and dv in float32.
+    """
+    head = problem.model.head_dim
+    q, kv = rows.q_heads, 2 * rows.kv_heads
+    forward = _moved(problem, rows, BF16 * head * (q + kv), 1)
+    forward = forward + _moved(problem, rows, BF16 * head * q, 1)
+    backward = _moved(problem, rows, (BF16 * head + FLOAT32) * q, 1)
+    backward = backward + _moved(problem, rows, BF16 * head * q + FLOAT32 * head * kv, 2)
+    return forward, backward
+
+
+def _moved(problem: Problem, rows: Rows, width: Floats, calls: int) -> Floats:
+    """Return seconds that each group takes to move `width` bytes a token by all-to-all."""
+    rates, rank = problem.rates, rows.rank
+    across = rows.spans_nodes[rows.group]
+    latency = np.where(across, rates.across_latency[rank], rates.in_node_latency[rank])
+    seconds = all_to_all(rows, width).seconds(rates, rank, rates.across_all_to_all)
+    result: Floats = np.where(rows.group_sizes > 1, rows.most(seconds + calls * latency), 0.0)
+    return result

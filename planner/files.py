@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from hexiseq_triton.errors import ConfigError
 
@@ -17,23 +19,84 @@ FILE_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
 T = TypeVar("T")
 
 
+def _no_bool(content: Any) -> Any:
+    if isinstance(content, bool):
+        raise ValueError("a number is needed")  # YAML reads yes, no, on and off as bool
+    return content
+
+
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_no_bool)]
+"""A number above 0 in a file; finite, as FILE_CONFIG asks."""
+Count = Annotated[int, Field(ge=1), BeforeValidator(_no_bool)]
+"""A whole number from 1 in a file."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that stands twice in one mapping is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        _check_unique(keys, f" in the mapping from line {node.start_mark.line + 1} on")
+        return super().construct_mapping(node, deep)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_unique(key for key, _ in pairs)
+    return dict(pairs)
+
+
+def _check_unique(keys: Iterable[str], where: str = "") -> None:
+    twice = [key for key, times in Counter(keys).items() if times > 1]
+    if twice:
+        raise ValueError(f"key {', '.join(twice)} stands twice{where}; remove one")
+
+
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """Return the mapping a YAML or JSON file holds.
 
     Raises:
-        ConfigError: if the file is missing, is no YAML or JSON, or holds no mapping.
+        ConfigError: if the file is missing, is no YAML or JSON, repeats a key, or holds no mapping.
     """
     path = Path(path)
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = _parsed(text, path.suffix == ".json")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        message = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is no valid {path.suffix or 'YAML'}: {message}") from error
+    if not isinstance(content, dict):
+        held = "nothing" if content is None else type(content).__name__
+        raise ConfigError(f"{path}: holds {held}; a mapping of fields is needed")
+    return content
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: if the file is missing or is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: is no valid {path.suffix or 'YAML'}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: holds {type(content).__name__}; a mapping of fields is needed")
-    return content
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no text in UTF-8: {error.reason}") from error
+
+
+def _parsed(text: str, is_json: bool) -> Any:
+    if is_json:
+        return json.loads(text, object_pairs_hook=_unique_pairs)
+    return yaml.load(text, _UniqueKeys)
+
+
+_SHAPES = {
+    "tuple_type": "a list is needed",
+    "dict_type": "a mapping of names is needed",
+    "dataclass_type": "a mapping of fields is needed",
+    "invalid_key": "a field's name must be text",
+}
+"""What to say of a wrong shape, where pydantic names Python's types."""
 
 
 def build(kind: type[T], content: object, source: str) -> T:
@@ -54,7 +117,7 @@ def _lines(error: ValidationError, source: str) -> list[str]:
         if fault["type"] == "default_factory_not_called":
             continue  # a consequence of another wrong field
         field = ".".join(str(part) for part in fault["loc"]) or "the file"
-        message = fault["msg"].removeprefix("Value error, ")
+        message = _SHAPES.get(fault["type"], fault["msg"].removeprefix("Value error, "))
         if fault["type"] == "missing":
             lines.append(f"{source}: {field} is missing")
         elif fault["type"] == "unexpected_keyword_argument":

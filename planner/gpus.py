@@ -1,13 +1,14 @@
 """GPUs as data: peaks, memory and links, each number with its origin and source.
 
-The table is `gpus.yaml` beside this file. A cluster file can describe further GPUs by three
-numbers; everything else then has a default, marked `assumed`.
+The table is `gpus.yaml` beside this file. A file of the same form, or the `gpus` of a cluster file,
+can describe further GPUs by three numbers; everything else then has a default, marked `assumed`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
+from hexiseq_triton.planner.files import FILE_CONFIG, Count, Positive, build, read_mapping
 
 TABLE = Path(__file__).with_name("gpus.yaml")
 Work = Literal["gemm", "attention_forward", "attention_backward", "memory"]
@@ -26,16 +27,16 @@ Work = Literal["gemm", "attention_forward", "attention_backward", "memory"]
 class Figure:
     """One number about a GPU, and how far it can be trusted."""
 
-    value: Annotated[float, Field(gt=0)]
+    value: Positive
     origin: Literal["measured", "spec", "assumed"] = "spec"
-    source: str = "cluster file"
+    source: str = "the user's file"
 
 
 def _figure(content: Any) -> Any:
     return {"value": content} if isinstance(content, int | float | str) else content
 
 
-FileFigure = Annotated[Figure, BeforeValidator(_figure)]
+FileFigure = Annotated[Figure, BeforeValidator(_figure, json_schema_input_type=Positive | Figure)]
 """A Figure; a file may give the plain number."""
 
 
@@ -53,12 +54,31 @@ class Efficiency:
     memory: FileFigure = _assumed(0.8)
 
 
+def _measured(content: Any) -> Any:
+    plain = isinstance(content, int | float | str)
+    return {"value": content, "origin": "measured"} if plain else content
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class MeasuredRate:
+    """TFLOP/s reached in one kind of work, for one head dim and from a number of tokens on.
+
+    `tokens` are a rank's rows for `gemm_*`, and the longest document's for `attention_*`. A rate
+    without `head_dim` counts for all of them.
+    """
+
+    work: Literal["gemm_forward", "gemm_backward", "attention_forward", "attention_backward"]
+    tflops: Annotated[Figure, BeforeValidator(_measured, json_schema_input_type=Positive | Figure)]
+    head_dim: Count | None = None
+    tokens: Annotated[int, Field(ge=0)] = 0
+
+
 @dataclass(frozen=True, config=FILE_CONFIG)
 class GpuSpec:
     """A GPU model. Peaks are dense bf16; bandwidths are GB/s one way; a GB is 10^9 bytes.
 
     `network_gb_per_s` is what the GPU reaches towards other GPUs where neither the node nor a
-    more special link says otherwise.
+    more special link says otherwise. Measured `rates` go before peak x efficiency.
     """
 
     dense_tflops: FileFigure
@@ -68,10 +88,15 @@ class GpuSpec:
     nvlink_gb_per_s: FileFigure | None = None
     pcie_gb_per_s: FileFigure | None = None
     efficiency: Efficiency = Field(default_factory=Efficiency)
+    rates: tuple[MeasuredRate, ...] = ()
     device_names: tuple[str, ...] = ()
     dense: Literal[True] = True
     runnable: bool = True
     reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.runnable != (self.reason is None):
+            raise ValueError("runnable: false needs a reason, and runnable: true has none")
 
     def rate(self, work: Work) -> Figure:
         """Return what the GPU reaches: FLOP/s, or bytes/s for `memory`; peak x efficiency."""
@@ -89,25 +114,85 @@ class GpuSpec:
                 return link.value
         return None
 
+    def figures(self) -> Iterator[tuple[str, Figure]]:
+        """Yield every number with its name in the file; `rates` are left out."""
+        for part, prefix in ((self, ""), (self.efficiency, "efficiency.")):
+            for field in fields(part):
+                figure = getattr(part, field.name)
+                if isinstance(figure, Figure):
+                    yield prefix + field.name, figure
+
+    @property
+    def assumed(self) -> dict[str, float]:
+        """Figures that nobody measured and no vendor gave, unless `rates` replace them."""
+        measured = {rate.work for rate in self.rates}
+        gemm = "gemm" if measured >= {"gemm_forward", "gemm_backward"} else ""
+        unused = {f"efficiency.{work}" for work in (*measured, gemm)}
+        return {
+            name: figure.value
+            for name, figure in self.figures()
+            if figure.origin == "assumed" and name not in unused
+        }
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
+class GpuFile:
+    """The content of a GPU file. A figure's `source` may be a key of `sources`."""
+
+    gpus: dict[str, GpuSpec]
+    sources: dict[str, str] = Field(default_factory=dict)
+
 
 @cache
 def gpu_table() -> dict[str, GpuSpec]:
     """Return the GPUs of `gpus.yaml` by name."""
-    content = read_mapping(TABLE)
-    sources = content["sources"]
-    for card in content["gpus"].values():
-        for figure in _figures(card):
-            figure["source"] = sources[figure["source"]]
-    return build(dict[str, GpuSpec], content["gpus"], TABLE.name)
+    return _cards(read_mapping(TABLE), TABLE.name)
 
 
-def _figures(content: Any) -> Iterable[dict[str, Any]]:
+def gpu_overlay(path: str | Path) -> dict[str, GpuSpec]:
+    """Return the GPUs of a file that is laid over the table; it has the form of `gpus.yaml`.
+
+    What the file says of a GPU of the table replaces those fields and keeps the others; of
+    `efficiency`, those works.
+
+    Raises:
+        ConfigError: naming the file, the field, its value, and what fits.
+    """
+    content, table = read_mapping(path), read_mapping(TABLE)
+    cards, sources = content.get("gpus"), content.get("sources", {})
+    if isinstance(cards, dict) and isinstance(sources, dict):
+        content["gpus"] = {name: _merged(table["gpus"].get(name), cards[name]) for name in cards}
+        content["sources"] = table["sources"] | sources
+    return _cards(content, str(path))
+
+
+def _cards(content: Mapping[str, Any], source: str) -> dict[str, GpuSpec]:
+    """Return the GPUs of a file's content, with the sources' names written out."""
+    sources = content.get("sources")
+    if isinstance(sources, dict):
+        for figure in _with_source(content.get("gpus")):
+            figure["source"] = sources.get(figure["source"], figure["source"])
+    return build(GpuFile, content, source).gpus
+
+
+def _merged(known: Any, given: Any) -> Any:
+    """Return the fields of a known GPU with those given laid over them."""
+    if not isinstance(known, dict) or not isinstance(given, dict):
+        return given
+    merged = known | given
+    shares = known.get("efficiency"), given.get("efficiency")
+    if isinstance(shares[0], dict) and isinstance(shares[1], dict):
+        merged["efficiency"] = shares[0] | shares[1]
+    return merged
+
+
+def _with_source(content: Any) -> Iterator[dict[str, Any]]:
     """Yield every mapping with a `source` in nested mappings."""
     if isinstance(content, dict):
-        if "source" in content:
+        if isinstance(content.get("source"), str):
             yield content
         for value in content.values():
-            yield from _figures(value)
+            yield from _with_source(value)
 
 
 def gpu_by_device_name(device_name: str) -> str | None:
@@ -129,5 +214,6 @@ def is_named(device_name: str, names: Iterable[str]) -> bool:
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the names most like `name`, for an error message; all of them if none is alike."""
     by_lower = {known.lower(): known for known in names}
-    alike = get_close_matches(name.lower(), by_lower, n=3, cutoff=0.4)
+    begin = [lower for lower in by_lower if lower.startswith(name.lower())]
+    alike = begin or get_close_matches(name.lower(), by_lower, n=3, cutoff=0.4)
     return ", ".join(by_lower[lower] for lower in alike or sorted(by_lower))

@@ -1,64 +1,75 @@
-"""Candidate partitions of the ranks into head-parallel groups, before any tokens are dealt.
+"""Stage I: candidate partitions of a replica's ranks into head-parallel groups, before any tokens.
 
 A grouping is a tuple of groups, a group a tuple of ranks. Families:
 
-    one group; every rank its own group; one group a node; one group a GPU model
-    inside nodes, groups of k, alike GPUs together; a node that k does not divide stays whole
+    every rank its own group; one group of all; one group a node; one group a kind of GPU
+    inside nodes, groups of k, alike ranks together; a node that k does not divide stays whole
     across sets of 2 ... all nodes, k ranks of each: sets of neighbours and sets that mix fast
     and slow nodes
     G groups of about equal total speed and so of unequal size: cut from the ranks in node order,
     or dealt fastest first to the slowest group
+
+Groups have at most as many ranks as there are heads. Five ranks or fewer are put into groups in
+every way there is.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from hexiseq_triton.planner.clusters import Cluster
-
+Nodes = Sequence[tuple[int, ...]]
+"""The ranks of a replica, node by node."""
 Grouping = tuple[tuple[int, ...], ...]
+FEW_RANKS = 5
+"""Up to so many ranks, all partitions are candidates."""
 
 
-def groupings(cluster: Cluster, speeds: Sequence[float]) -> dict[Grouping, str]:
+def groupings(
+    nodes: Nodes, speeds: Sequence[float], kinds: Sequence[int], num_heads: int
+) -> dict[Grouping, str]:
     """Return candidate groupings with what each is called, without repetition.
 
     Args:
-        cluster: whose ranks are grouped.
-        speeds: of every rank, in any one unit.
+        nodes: whose ranks are grouped.
+        speeds: of every rank of the cluster, in any one unit.
+        kinds: of every rank of the cluster; ranks of one kind are alike.
+        num_heads: query heads; a larger group would leave a rank without work in attention.
     """
-    nodes = [
-        tuple(sorted(ranks, key=lambda r: (-speeds[r], cluster.devices[r].gpu, r)))
-        for ranks in cluster.ranks_by_node.values()
-    ]
+    fastest_first = [tuple(sorted(node, key=lambda r: (-speeds[r], kinds[r], r))) for node in nodes]
+    order = {rank: at for at, rank in enumerate(r for node in fastest_first for r in node)}
     found: dict[Grouping, str] = {}
-    for name, groups in _all(cluster, nodes, speeds):
-        grouping = tuple(sorted(tuple(sorted(group)) for group in groups if group))
-        found.setdefault(grouping, name)
+    few = len(order) <= FEW_RANKS
+    families = _partitions(list(order)) if few else _families(fastest_first, speeds, kinds)
+    for name, groups in families:
+        kept = (tuple(sorted(group, key=order.__getitem__)) for group in groups if group)
+        grouping = tuple(sorted(kept, key=lambda group: order[group[0]]))
+        if few or max(len(group) for group in grouping) <= num_heads:
+            found.setdefault(grouping, name)
     return found
 
 
-def _all(
-    cluster: Cluster, nodes: Sequence[tuple[int, ...]], speeds: Sequence[float]
-) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    world = cluster.world_size
-    yield "every GPU a group", [(rank,) for rank in range(world)]
+def _families(
+    nodes: Nodes, speeds: Sequence[float], kinds: Sequence[int]
+) -> Iterator[tuple[str, Sequence[tuple[int, ...]]]]:
+    ranks = [rank for node in nodes for rank in node]
+    yield "one group of all", [tuple(ranks)]
     yield "one group a node", list(nodes)
-    yield "one group of all", [tuple(range(world))]
-    yield "one group a GPU model", _by_model(cluster, range(world))
-    in_node = [group for node in nodes for group in _by_model(cluster, node)]
-    yield "one group a GPU model and node", in_node
-    for size in _divisors(max(len(node) for node in nodes)):
+    yield "one group a kind of GPU", _by_kind(kinds, ranks)
+    in_node = [group for node in nodes for group in _by_kind(kinds, node)]
+    yield "one group a kind and node", in_node
+    for size in reversed(_divisors(max(len(node) for node in nodes))):
         yield f"groups of {size} in nodes", [g for node in nodes for g in _chunks(node, size)]
     yield from _across_nodes(nodes, speeds)
-    yield from _alike(nodes, speeds, world)
+    yield from _alike(nodes, speeds)
 
 
-def _by_model(cluster: Cluster, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    def model(rank: int) -> str:
-        return cluster.devices[rank].gpu
+def _by_kind(kinds: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    def kind(rank: int) -> int:
+        return kinds[rank]
 
-    return [tuple(group) for _, group in groupby(sorted(ranks, key=model), model)]
+    return [tuple(group) for _, group in groupby(sorted(ranks, key=kind), kind)]
 
 
 def _chunks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
@@ -68,7 +79,7 @@ def _chunks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
 
 
 def _across_nodes(
-    nodes: Sequence[tuple[int, ...]], speeds: Sequence[float]
+    nodes: Nodes, speeds: Sequence[float]
 ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield groups that take k ranks of each node of a set; the sets are of equal size."""
     by_speed = sorted(nodes, key=lambda node: (-sum(speeds[r] for r in node), node))
@@ -82,7 +93,7 @@ def _across_nodes(
                 yield f"{k} GPUs of each of {size} {kind} nodes a group", groups
 
 
-def _slices(nodes: Sequence[tuple[int, ...]], k: int) -> list[tuple[int, ...]]:
+def _slices(nodes: Nodes, k: int) -> list[tuple[int, ...]]:
     """Cut every node into as many slices as its smallest has k's; group the slices."""
     count = max(1, min(len(node) for node in nodes) // k)
 
@@ -92,21 +103,18 @@ def _slices(nodes: Sequence[tuple[int, ...]], k: int) -> list[tuple[int, ...]]:
     return [tuple(r for node in nodes for r in slice_of(node, i)) for i in range(count)]
 
 
-def _alike(
-    nodes: Sequence[tuple[int, ...]], speeds: Sequence[float], world: int
-) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+def _alike(nodes: Nodes, speeds: Sequence[float]) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """Yield G groups of about equal total speed."""
     in_order = [rank for node in nodes for rank in node]
     fastest_first = sorted(in_order, key=lambda rank: (-speeds[rank], rank))
-    counts = range(2, world) if world <= 16 else [g for g in _round_numbers(world) if g < world]
-    for count in counts:
+    for count in _round_numbers(len(in_order) - 1):
         yield f"{count} groups of alike speed, in node order", _cut(in_order, speeds, count)
         groups: list[list[int]] = [[] for _ in range(count)]
-        totals = [0.0] * count
+        totals = [(0.0, g) for g in range(count)]
         for rank in fastest_first:
-            g = min(range(count), key=lambda g: (totals[g], g))
+            total, g = totals[0]
             groups[g].append(rank)
-            totals[g] += speeds[rank]
+            heapq.heapreplace(totals, (total + speeds[rank], g))
         yield f"{count} groups of alike speed, mixed", [tuple(group) for group in groups]
 
 
@@ -116,9 +124,27 @@ def _cut(ranks: Sequence[int], speeds: Sequence[float], count: int) -> list[tupl
     runs: list[list[int]] = [[] for _ in range(count)]
     before = 0.0
     for rank in ranks:
-        runs[int(count * (before + speeds[rank] / 2) / total)].append(rank)
+        runs[min(count - 1, int(count * (before + speeds[rank] / 2) / total))].append(rank)
         before += speeds[rank]
     return [tuple(run) for run in runs]
+
+
+def _partitions(ranks: Sequence[int]) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """Yield every partition of a few ranks, named by its sizes."""
+    for groups in _all_partitions(ranks):
+        sizes = sorted((len(group) for group in groups), reverse=True)
+        yield f"groups of {', '.join(map(str, sizes))}", groups
+
+
+def _all_partitions(ranks: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    if not ranks:
+        yield []
+        return
+    first, rest = ranks[0], ranks[1:]
+    for groups in _all_partitions(rest):
+        yield [(first,), *groups]
+        for i, group in enumerate(groups):
+            yield [*groups[:i], (first, *group), *groups[i + 1 :]]
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,10 +1,15 @@
 """Memory of a rank at its peak: what stays for the whole step, and the fullest layer.
 
-    bytes = fixed + tokens * per_token + group tokens * (q_heads * per_q_head + kv_heads * per_kv)
+    bytes = fixed + tokens * per_token
+            + group tokens * (q_heads * per_q_head + kv_heads * per_kv_head)
+            + kv_heads * buffer_per_kv_head, where KV is exchanged
 
-`fixed` counts evenly sharded states (FSDP2 shards evenly), two gathered layers with one layer's
-gradients, the gathered embedding or output matrix, receive buffers and a chunk of logits. Half
-precision is 2 bytes. Everything that comes and goes is raised by the allocator's slack.
+`fixed` counts evenly sharded states (FSDP2 shards evenly, over idle ranks too), embedding and
+output matrix gathered for the whole pass with the output's gradient, and the larger of two moments:
+two gathered layers with one layer's gradients, or a chunk of logits with the float32 gradient of
+the output matrix. `floor` is the end of a pass: no activations, but both matrices' gradients, in
+bf16 and in float32 for their reduction. Everything that comes and goes is raised by the allocator's
+slack. Heads count over all the group's tokens: that is what the all-to-all makes of them.
 """
 
 from __future__ import annotations
@@ -13,13 +18,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hexiseq_triton.planner.plans import Exchange
 from hexiseq_triton.planner.problem import Problem
 from hexiseq_triton.planner.rates import Floats
-from hexiseq_triton.planner.traffic import Rows
+from hexiseq_triton.planner.rows import Rows, sums_by
+from hexiseq_triton.planner.traffic import BF16, FLOAT32
 
-STATE_BYTES = 16
-"""A parameter in float32, its gradient, and Adam's two moments."""
-LOGITS_CHUNK_TOKENS = 2048
+STATE_BYTES = 4 * FLOAT32
+"""A parameter, its gradient, and Adam's two moments."""
+LOGITS_CHUNK_TOKENS = 1024
+"""`cross_entropy.CHUNK_ROWS`."""
+LOGIT_BYTES = 2 * BF16 + 3 * FLOAT32
+"""The product, its float32 copy, log-probabilities, and the gradient in float32 and bf16."""
 CONTEXT_BYTES = 1e9
 """CUDA context, communicators and code; assumed."""
 ALLOCATOR_SLACK = 0.08
@@ -31,51 +41,96 @@ class MemoryModel:
     """The coefficients of the formula above, in bytes."""
 
     fixed: float
+    floor: float
     per_token: float
     per_q_head: float
     per_kv_head: float
     buffer_per_kv_head: float
+    block_per_kv_head: float
+    """A token's K and V, and its dK and dV, for one head: what baselines' exchanges buffer."""
 
-    def rank_bytes(self, rows: Rows) -> Floats:
-        """Return the peak of every rank of a layout."""
-        return self.head_bytes(rows) + self.fixed + self.per_token * rows.tokens
+    def rank_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
+        """Return the peak of every row of a layout, the floor left out."""
+        return self.head_bytes(rows, exchange) + self.fixed + self.per_token * rows.tokens
 
-    def head_bytes(self, rows: Rows) -> Floats:
+    def head_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
         """Return what a rank's heads take: group tokens by heads, and receive buffers."""
         per_token = rows.q_heads * self.per_q_head + rows.kv_heads * self.per_kv_head
-        result: Floats = rows.group_tokens[rows.group] * per_token
-        if len(rows.group_starts) > 1:
-            result = result + rows.kv_heads * self.buffer_per_kv_head
-        return result
+        held: Floats = rows.group_tokens[rows.group] * per_token
+        stream = sums_by(rows.replica, rows.group_tokens)[rows.replica]
+        buffers = self.buffers(exchange, rows.group_tokens, stream)
+        per_kv_head = (np.ones(len(stream)) * buffers)[rows.group]
+        return held + rows.exchanges * rows.kv_heads * per_kv_head
+
+    def buffers(
+        self, exchange: Exchange, group_tokens: Floats | float, stream_tokens: Floats | float
+    ) -> Floats | float:
+        """Return bytes for each KV head that the exchange holds of other groups.
+
+        Args:
+            exchange: how KV travels.
+            group_tokens: tokens of each group.
+            stream_tokens: tokens of each group's replica.
+        """
+        if exchange == "routes":
+            return self.buffer_per_kv_head
+        if exchange == "all_gather":
+            return self.block_per_kv_head * stream_tokens
+        # the block that is worked on and the one that arrives; of two rings, one of each
+        blocks = 4 if exchange == "double_ring" else 2
+        return blocks * self.block_per_kv_head * group_tokens
+
+
+def peak_bytes(problem: Problem, rows: Rows, exchange: Exchange = "routes") -> Floats:
+    """Return the peak of every rank of the world; idle ranks hold what `fixed` counts."""
+    memory = memory_model(problem)
+    used = np.full(problem.cluster.world_size, memory.fixed)
+    used[rows.rank] = memory.rank_bytes(rows, exchange)
+    result: Floats = np.ceil(np.maximum(used, memory.floor))
+    return result
 
 
 def memory_model(problem: Problem) -> MemoryModel:
     """Return the coefficients for a model, workload and number of ranks."""
     model, workload, exchange = problem.model, problem.workload, problem.exchange
     slack = 1 + ALLOCATOR_SLACK
-    head_dim, layers = model.head_dim, model.layers
-    saved_layers = layers if workload.recompute == "none" else 1
+    matrix, head_dim = model.vocab * model.hidden, model.head_dim
+    matrices = matrix if model.tied else 2 * matrix
+    states = STATE_BYTES * model.parameters / problem.cluster.world_size + CONTEXT_BYTES
 
-    states = STATE_BYTES * model.parameters / problem.cluster.world_size
-    gathered = (2 * 2 + 4) * model.parameters_per_layer + 2 * model.vocab * model.hidden
-    logits = min(LOGITS_CHUNK_TOKENS, workload.stream_tokens) * model.vocab * (2 + 4)
+    layer = (2 * BF16 + BF16 + FLOAT32) * model.parameters_per_layer
+    chunk = min(LOGITS_CHUNK_TOKENS, workload.step_tokens)
+    logits = chunk * model.vocab * LOGIT_BYTES + FLOAT32 * matrix
+    outside = BF16 * (matrices + matrix)
 
-    # saved for backward: two norms' and two residuals' inputs, q k v o, the MLP's inner rows
-    inner = (3 if model.gated else 2) * model.ffn
-    token_wise = 2 * (5 * model.hidden + 2 * (model.heads + model.kv_heads) * head_dim + inner)
-    boundary = 2 * model.hidden * layers
+    # saved for backward: inputs of two norms, of q k v and MLP, of the output product, the MLP's
+    inner = (4 if model.gated else 2) * model.ffn
+    heads_width, kv_width = model.heads * head_dim, model.kv_heads * head_dim
+    saved = BF16 * (4 * model.hidden + heads_width + inner)
+    # only while a layer runs: q k v, packed for the all-to-all too, and gradients of the MLP
+    passing = BF16 * (2 * (heads_width + 2 * kv_width) + 2 * model.hidden + 2 * model.ffn)
+    if workload.recompute == "full":
+        per_token = BF16 * model.hidden * model.layers + saved + passing
+    else:
+        per_token = model.layers * saved + passing
 
-    # after the all-to-all, saved: q and o (o only while its layer runs), lse; k, v
-    # while backward runs: do in half precision, dq, dk and dv in float32
-    q_head = saved_layers * (2 * head_dim + 4) + head_dim * (2 + 2 + 4)
-    kv_head = saved_layers * 2 * 2 * head_dim + 2 * 4 * head_dim
-    rows_in_flight = min(exchange.window * exchange.chunk_tokens, workload.stream_tokens)
+    # after the all-to-all, saved: q and lse; k and v. While backward runs: do in bf16, delta and dq
+    # in float32, dq in bf16; dk and dv in float32
+    layers = model.layers if workload.recompute == "none" else 1
+    q_head = layers * (BF16 * head_dim + FLOAT32) + (2 * BF16 + FLOAT32) * head_dim + FLOAT32
+    kv_head = layers * 2 * BF16 * head_dim + 2 * FLOAT32 * head_dim
+
+    # two batches of rounds: rows that arrive, their dk and dv, those returned, and rows that leave
+    rows = min(2 * exchange.window * exchange.chunk_tokens, workload.step_tokens)
+    buffer = rows * 2 * head_dim * 2 * (BF16 + FLOAT32)
     return MemoryModel(
-        fixed=states + CONTEXT_BYTES + slack * (gathered + logits),
-        per_token=slack * (boundary + saved_layers * token_wise),
+        fixed=states + slack * (outside + max(layer, logits)),
+        floor=states + slack * (2 * BF16 + FLOAT32) * matrices,
+        per_token=slack * per_token,
         per_q_head=slack * q_head,
         per_kv_head=slack * kv_head,
-        buffer_per_kv_head=slack * rows_in_flight * 2 * (2 + 4) * head_dim,
+        buffer_per_kv_head=slack * buffer,
+        block_per_kv_head=slack * 2 * head_dim * (BF16 + FLOAT32),
     )
 
 

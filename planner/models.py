@@ -5,30 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
+from hexiseq_triton.planner.files import FILE_CONFIG, Count, build, read_mapping
 from hexiseq_triton.planner.gpus import nearest
 
 PRESETS = Path(__file__).with_name("models.yaml")
-Count = Annotated[int, Field(ge=1)]
 
 _HUGGING_FACE = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
-    "ffn": ("intermediate_size", "n_inner"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "vocab": ("vocab_size",),
     "tied": ("tie_word_embeddings",),
 }
 _PLAIN_MLP = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode"}
 """Hugging Face model types whose MLP has two matrices; all others count as gated."""
+_TIED = {"gpt2", "opt", "falcon", "starcoder2", "gpt_bigcode", "gemma", "gemma2", "gemma3_text"}
+"""Hugging Face model types that share the embedding unless the configuration says otherwise."""
+_NOT_MODELLED = {
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention",
+    "sliding_window": "a sliding window",
+}
+"""Fields of a Hugging Face configuration that change the costs in ways unknown here."""
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -68,7 +77,8 @@ class ModelSpec:
             )
         content = read_mapping(path)
         if "text_config" in content or "model_type" in content:
-            content = from_hugging_face(content.get("text_config", content), str(path))
+            text = content.get("text_config")
+            content = from_hugging_face(text if isinstance(text, dict) else content, str(path))
         return build(cls, content, str(path))
 
     @property
@@ -99,14 +109,32 @@ def from_hugging_face(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return ModelSpec's fields from a Hugging Face configuration.
 
     Raises:
-        ConfigError: if the configuration lacks a needed field, under any name known here.
+        ConfigError: if the configuration lacks a needed field, under any name known here, or
+            describes what the cost model doesn't know.
     """
-    fields: dict[str, Any] = {"gated": config.get("model_type") not in _PLAIN_MLP}
+    _check_modelled(config, source)
+    model_type = str(config.get("model_type"))
+    fields: dict[str, Any] = {"gated": model_type not in _PLAIN_MLP, "tied": model_type in _TIED}
     for field, names in _HUGGING_FACE.items():
         found = [config[name] for name in names if config.get(name) is not None]
         if found:
             fields[field] = found[0]
         elif field in ("layers", "hidden", "heads", "vocab"):
             raise ConfigError(f"{source}: {' or '.join(names)} is missing; {field} is read from it")
-    fields.setdefault("ffn", 4 * fields["hidden"])
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        fields["kv_heads"] = 1
+    if "ffn" not in fields and isinstance(fields["hidden"], int):
+        fields["ffn"] = 4 * fields["hidden"]
     return fields
+
+
+def _check_modelled(config: Mapping[str, Any], source: str) -> None:
+    for field, what in _NOT_MODELLED.items():
+        used = config.get(field) not in (None, 0, 1)
+        if field == "sliding_window":
+            used = used and config.get("use_sliding_window", True)
+        if used:
+            raise ConfigError(
+                f"{source}: {field} is {config[field]!r}; the cost model doesn't know {what}, only "
+                "dense layers with full attention: remove the field to plan for those"
+            )

@@ -79,6 +79,11 @@ class ReplicaPlan:
         return [share for group in self.groups for share in group.ranks]
 
 
+Arrangement = Literal["balanced", "contiguous"]
+Exchange = Literal["routes", "rotation", "double_ring", "all_gather"]
+"""How KV travels between groups; see `planner.exchange`. The runtime has routes."""
+
+
 @dataclass(frozen=True, config=FILE_CONFIG)
 class ExchangePlan:
     """How KV travels between groups.
@@ -89,9 +94,10 @@ class ExchangePlan:
     `chunk_tokens` rows, and `window` rounds of transfers are in flight at a time.
     """
 
-    arrangement: Literal["balanced", "contiguous"] = "balanced"
+    arrangement: Arrangement = "balanced"
     chunk_tokens: int = 8192
     window: int = 2
+    mode: Exchange = "routes"
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -104,10 +110,14 @@ class Prediction:
 
 @dataclass(frozen=True, config=FILE_CONFIG)
 class BaselineResult:
-    """A layout the plan was compared with; `step_seconds` is None where `reason` forbids it."""
+    """A layout the plan was compared with; `step_seconds` is None where `reason` forbids it.
+
+    One that is not `executable` exchanges KV in a way that the runtime has not.
+    """
 
     step_seconds: float | None = None
     reason: str | None = None
+    executable: bool = True
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -123,9 +133,13 @@ class Split:
 class Plan:
     """Who owns what, what it is predicted to cost, and what it was compared with.
 
+    `gap` is how far the step may be from the best: `step_seconds / lower_bound_seconds - 1`;
+    `gap_parts` says where it comes from and adds up to it (`gap.gap_parts`).
     `recompute` is what the memory figures assume of training; None in plans written by hand.
     `device_names` holds, for each `gpu` of a rank, the names under which CUDA may report it; the
     runtime refuses other devices. A GPU without names runs anywhere.
+    `notes` say what a reader should know of how the plan was made. The runtime refuses a plan that
+    is not `executable`; its notes say why.
     """
 
     world_size: int
@@ -139,9 +153,12 @@ class Plan:
     recompute: Literal["full", "none"] | None = None
     exchange: ExchangePlan = field(default_factory=ExchangePlan)
     strategy: str = "by hand"
+    executable: bool = True
+    notes: tuple[str, ...] = ()
     predicted: Prediction | None = None
     lower_bound_seconds: float | None = None
     gap: float | None = None
+    gap_parts: dict[str, float] = field(default_factory=dict)
     baselines: dict[str, BaselineResult] = field(default_factory=dict)
     device_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     made_from: dict[str, str] = field(default_factory=dict)
@@ -227,6 +244,15 @@ class Plan:
             PlanError: naming the replica, group and rank, what it holds and what it should.
         """
         check_plan(self)
+
+    def check_executable(self) -> None:
+        """Check that the runtime can carry the plan out.
+
+        Raises:
+            PlanError: with the plan's notes, if it was made only to be looked at.
+        """
+        if not self.executable:
+            raise PlanError(f"the plan cannot be carried out: {'; '.join(self.notes)}")
 
     # ---------------------------------------------------------------- file
 

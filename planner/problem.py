@@ -1,4 +1,4 @@
-"""The planning problem, and the layouts that answer it: groups of ranks with tokens and heads."""
+"""The planning problem, and the layouts that answer it: replicas of groups of ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.planner.plans import ExchangePlan
-from hexiseq_triton.planner.rates import Rates, rates_of
+from hexiseq_triton.planner.plans import Exchange, ExchangePlan
+from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE, Floats, Rates, rates_of
 from hexiseq_triton.planner.workload import Workload
+
+Arrangement = Literal["balanced", "contiguous"]
+"""How tokens are dealt to groups; see `plans.ExchangePlan`."""
 
 
 @dataclass(frozen=True)
@@ -28,30 +33,84 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Replica:
+    """Groups that train on the same sequences, in nesting order, outermost first.
+
+    The `sequences` of one pass form one stream, whose tokens the groups share.
+    """
+
+    groups: tuple[Group, ...]
+    sequences: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(group.num_tokens for group in self.groups)
+
+
+@dataclass(frozen=True)
 class Layout:
-    """One replica over all ranks: its groups in nesting order, outermost first."""
+    """Who holds what in each of a step's `accumulation` passes.
+
+    Ranks in no group are idle: they hold their shard of the states and no tokens. `exchange` is how
+    KV travels between groups; "routes" is the runtime's.
+    """
 
     name: str
-    groups: tuple[Group, ...]
-    arrangement: Literal["balanced", "contiguous"] = "balanced"
+    replicas: tuple[Replica, ...]
+    accumulation: int
+    arrangement: Arrangement = "balanced"
+    exchange: Exchange = "routes"
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of all replicas, in order."""
+        return tuple(group for replica in self.replicas for group in replica.groups)
+
+    @property
+    def executable(self) -> bool:
+        """Whether the runtime can carry it out."""
+        return self.exchange == "routes"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned for. Every layout is judged against one of these."""
+    """What is planned for. Every layout is judged against one of these.
+
+    `memory_limit_share` is how much of each GPU's memory may be used.
+    """
 
     cluster: Cluster
     model: ModelSpec
     workload: Workload
     exchange: ExchangePlan
+    memory_limit_share: float = MEMORY_LIMIT_SHARE
 
     @cached_property
     def rates(self) -> Rates:
-        return rates_of(self.cluster)
+        workload = self.workload
+        return rates_of(
+            self.cluster,
+            self.model.head_dim,
+            document_tokens=max(workload.document_lengths),
+            rank_tokens=workload.step_tokens // self.cluster.world_size,
+            memory_limit_share=self.memory_limit_share,
+        )
 
     @cached_property
     def work(self) -> Work:
         return Work.of(self.model)
+
+    @cached_property
+    def seconds_per_token(self) -> tuple[Floats, Floats]:
+        """Seconds [2, ranks], forward and backward: token-wise work, and attention of one head."""
+        rates, pairs = self.rates, self.work.attention_per_pair * self.workload.pairs_per_token
+        token_wise = self.work.linear_per_token * np.array(
+            [1 / rates.gemm_forward, Work.BACKWARD_LINEAR / rates.gemm_backward]
+        )
+        attention = pairs * np.array(
+            [1 / rates.attention_forward, Work.BACKWARD_ATTENTION / rates.attention_backward]
+        )
+        return token_wise, attention
 
 
 @dataclass(frozen=True)

@@ -1,207 +1,277 @@
-"""The asymmetric family: groups of unequal size and mix, tokens and heads uneven inside each.
+"""The search: replicas, then their groups, then tokens and heads, each judged by the evaluator.
 
-For each candidate grouping: heads over the ranks of each group by the MIP; a bound from computing
-alone, which drops the grouping if a better layout is known; tokens over the groups until all take
-equally long, communication included; at last tokens over the ranks of each group by the MIP.
+    allotments   how many replicas, of how many sequences and of which ranks       (`replicas`)
+    groupings    which ranks of a replica form head-parallel groups                (`groupings`)
+    composed     a grouping that a parametric integer program chooses              (`compositions`)
+    balanced     tokens over the groups                                            (`balance`)
+    split_group  tokens and heads over the ranks of a group                        (`inner`)
+    improved     local moves                                                       (`moves`)
 
-A later search replaces this module: it takes a Problem and returns the Cost of its best layout.
+Allotments come by rising bound. Of each pool of ranks, the groupings with the best estimates are
+looked at; pools of alike ranks are solved once. The best allotments get a closer look: more rounds,
+the integer program, both arrangements, moves. All limits count evaluations, never time, so that
+equal problems get equal plans; a time limit, if one is set, is the exception.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import permutations
 
-import numpy as np
+from hexiseq_triton.planner.balance import balanced, key
+from hexiseq_triton.planner.capacity import roomiest
+from hexiseq_triton.planner.compositions import composed
+from hexiseq_triton.planner.cost import Cost
+from hexiseq_triton.planner.estimate import Estimator
+from hexiseq_triton.planner.groupings import FEW_RANKS, Grouping, groupings
+from hexiseq_triton.planner.moves import improved, moved
+from hexiseq_triton.planner.neighbours import FEW
+from hexiseq_triton.planner.problem import Arrangement, Problem
+from hexiseq_triton.planner.replicas import Allotment, Pool, allotments
+from hexiseq_triton.planner.stages import Frame, Splitter
 
-from hexiseq_triton.errors import InfeasibleError
-from hexiseq_triton.planner.bound import lower_bound_seconds
-from hexiseq_triton.planner.cost import Cost, evaluate
-from hexiseq_triton.planner.groupings import Grouping, groupings
-from hexiseq_triton.planner.layouts import excess
-from hexiseq_triton.planner.memory import group_token_caps, memory_model, token_caps
-from hexiseq_triton.planner.partition import apportion
-from hexiseq_triton.planner.problem import Group, Layout, Problem, Work, nested
-from hexiseq_triton.planner.rates import Floats
-from hexiseq_triton.planner.split import TOKEN_UNIT, split_heads, split_tokens
-from hexiseq_triton.planner.traffic import Rows
-
-_ROUNDS = 6
-_CLOSE_TO_BOUND = 1.0005
-"""A layout this near the bound ends the search."""
-_ALIKE = 1.002
-"""Groups whose times differ by less need no further round."""
+_EVALUATIONS, _MORE_EVALUATIONS = 150, 800
+"""After so many, no further allotment is looked at; more for few ranks, where all are tried."""
+_ROUNDS, _MORE_ROUNDS = 2, 6
+"""Evaluations for a first look at a grouping, and for the best ones."""
+_MOVES, _MORE_MOVES = 40, 200
+"""Evaluations for the local moves of one layout; more of few ranks."""
+_TRUST = 0.87
+"""An estimate times this is hardly above the evaluator's time."""
+_EXPOSED = 1.1
+"""A step this much above its bound shows communication."""
+_LOOKED_AT, _MOST_LOOKED_AT, _ALL_LOOKED_AT = 5, 10, 50
+"""Groupings of a pool that the evaluator looks at, best estimates first; more if none fits in
+memory, or of few ranks."""
+_KEPT = 2
+"""Groupings of a pool, and allotments, that get a closer look. Moves go on from the best, and of
+few ranks from all of them."""
 
 
 @dataclass(frozen=True)
+class Options:
+    """Stages that can be left out, to see what each is worth."""
+
+    compositions: bool = True
+    replicas: bool = True
+    across_nodes: bool = True
+    moves: bool = True
+
+
+@dataclass(frozen=True, order=True)
 class _Candidate:
-    """A grouping with its heads; `seconds_per_token` of each group counts computing alone."""
+    """A grouping with the estimate of its layer, and tokens to begin with."""
 
+    short_of_memory: bool
+    seconds: float
+    grouping: Grouping
     name: str
-    ranks: Grouping
-    heads: tuple[tuple[int, ...], ...]
-    seconds_per_token: tuple[float, ...]
-
-    def layer_seconds(self, tokens: int) -> float:
-        """Return what no deal of `tokens` to these groups can fall below, forward and backward."""
-        return tokens / sum(1 / seconds for seconds in self.seconds_per_token)
+    tokens: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Computing seconds of one layer, forward and backward, by rank."""
+@dataclass
+class Search:
+    """One run of the search; `cut_short` tells whether the time limit ended it."""
 
-    per_token: Floats
-    per_head_and_token: Floats
+    problem: Problem
+    options: Options = field(default_factory=Options)
+    time_limit_seconds: float | None = None
+    cut_short: bool = False
 
+    def __post_init__(self) -> None:
+        self.splitter = Splitter(self.problem)
+        self.estimator = Estimator(self.splitter)
+        self._alike: dict[object, Pool] = {}
+        self._estimates: dict[tuple[Pool, Arrangement], list[_Candidate]] = {}
+        self._looks: dict[tuple[Pool, Frame], list[tuple[Cost, _Candidate]]] = {}
+        self._few = self.problem.cluster.world_size <= FEW_RANKS
+        limit = self.time_limit_seconds
+        self._end = None if limit is None else time.monotonic() + limit
 
-def best_asymmetric(problem: Problem, to_beat: float = float("inf")) -> Cost | None:
-    """Return the best layout's cost; if none fits in memory, the one closest to fitting.
+    def best(self, start: Cost | None = None) -> Cost:
+        """Return the best layout's cost; if none fits in memory, the one closest to fitting.
 
-    Args:
-        to_beat: step seconds; groupings that cannot be faster are not looked at.
-    """
-    best: Cost | None = None
-    workload = problem.workload
-    passes = workload.accumulation * problem.model.layers
-    least = _CLOSE_TO_BOUND * lower_bound_seconds(problem)
-    for candidate in _candidates(problem):
-        bound = max(least, passes * candidate.layer_seconds(workload.stream_tokens))
-        if bound >= min(to_beat, best.step_seconds if best and best.fits else to_beat):
-            break  # candidates come by rising bound
-        cost = _dealt(problem, candidate)
-        if best is None or _key(cost) < _key(best):
-            best = cost
-    return best
+        Args:
+            start: a layout known already, which may be moved on from; allotments that cannot be
+                faster are not looked at.
+        """
+        looked: list[tuple[Cost, Allotment]] = []
+        limit = start.step_seconds if start is not None else float("inf")
+        most, kept = (_MORE_EVALUATIONS, 2 * _KEPT) if self._few else (_EVALUATIONS, _KEPT)
+        for allotment in self._allotments():
+            if looked and (self.splitter.evaluations > most or self._out_of_time()):
+                break
+            if looked and (allotment.seconds >= limit or self._hardly_below(allotment) >= limit):
+                continue
+            cost = self._first(allotment)
+            looked.append((cost, allotment))
+            if cost.fits:
+                limit = min(limit, cost.step_seconds)
+        looked.sort(key=lambda entry: key(entry[0]))
+        closer = [
+            cost if self._out_of_time() else self._closer(cost, allotment)
+            for cost, allotment in looked[:kept]
+        ]
+        if start is not None:
+            closer.append(start)
+        closer.sort(key=key)
+        if self.options.moves and not self._out_of_time():
+            moves = _MORE_MOVES if self._few else _MOVES
+            closer = [improved(self.splitter, cost, moves) for cost in closer[: kept // 2]]
+        best = min(closer, key=key)
+        return best if best.fits else min(best, roomiest(self.splitter), key=key)
 
+    def _allotments(self) -> list[Allotment]:
+        found = allotments(self.problem, self.splitter)
+        return found if self.options.replicas else [a for a in found if len(a.pools) == 1]
 
-def fits(problem: Problem) -> bool:
-    """Return whether any candidate fits in memory."""
-    return any(
-        evaluate(problem, Layout("", tuple(_with_tokens(problem, c, 1 / _array(c))))).fits
-        for c in _candidates(problem)
-    )
+    def _out_of_time(self) -> bool:
+        if self._end is not None and time.monotonic() > self._end:
+            self.cut_short = True
+        return self.cut_short
 
+    def _first(self, allotment: Allotment) -> Cost:
+        """Return the cost of the allotment's best layout at first look."""
+        cost = self._layout(allotment, "balanced", self._first_look)
+        if self._tries_contiguous(allotment, cost):
+            cost = min(cost, self._layout(allotment, "contiguous", self._first_look), key=key)
+        return cost
 
-def _array(candidate: _Candidate) -> Floats:
-    return np.array(candidate.seconds_per_token)
+    def _tries_contiguous(self, allotment: Allotment, cost: Cost) -> bool:
+        """Return whether communication shows, of which contiguous runs need less."""
+        exposed = cost.step_seconds > _EXPOSED * allotment.seconds
+        return self.problem.workload.causal and exposed
 
+    def _closer(self, cost: Cost, allotment: Allotment) -> Cost:
+        """Return the cost of the allotment's best layout, after a closer look at each pool."""
+        found = [cost, self._layout(allotment, "balanced", self._closer_look)]
+        if self._tries_contiguous(allotment, cost):
+            found.append(self._layout(allotment, "contiguous", self._closer_look))
+        return min(found, key=key)
 
-def _key(cost: Cost) -> tuple[bool, float]:
-    return (not cost.fits, cost.step_seconds if cost.fits else excess(cost))
+    def _layout(
+        self,
+        allotment: Allotment,
+        arrangement: Arrangement,
+        look: Callable[[Pool, Frame], Cost],
+    ) -> Cost:
+        """Return the cost of an allotment with the best layout of each pool; alike pools alike."""
+        frame = Frame("", allotment.accumulation, arrangement)
+        solved: dict[Pool, Cost] = {}
+        replicas, names = [], []
+        for pool in allotment.pools:
+            first = self._first_alike(pool)
+            if first not in solved:
+                solved[first] = look(first, frame)
+            cost, place = solved[first], dict(zip(first.ranks, pool.ranks, strict=True))
+            replicas.append(moved(cost.layout.replicas[0], place))
+            names.append(cost.layout.name)
+        named = Frame("; ".join(sorted(set(names))), allotment.accumulation, arrangement)
+        return self.splitter.judged(named, replicas)
 
+    def _first_alike(self, pool: Pool) -> Pool:
+        return self._alike.setdefault(pool.make(self.splitter.kind), pool)
 
-def _seconds(problem: Problem) -> _Seconds:
-    workload, work, rates = problem.workload, problem.work, problem.rates
-    again = 2 if workload.recompute == "full" else 1
-    attention = again / rates.attention_forward + Work.BACKWARD_ATTENTION / rates.attention_backward
-    return _Seconds(
-        (again + Work.BACKWARD_LINEAR) * work.linear_per_token / rates.gemm,
-        work.attention_per_pair * workload.pairs_per_token * attention,
-    )
+    # ---------------------------------------------------------------- one pool
 
+    def _hardly_below(self, allotment: Allotment) -> float:
+        """Return step seconds that the allotment will hardly fall below."""
+        layer = max(
+            self._estimated(self._first_alike(pool), "balanced")[0].seconds
+            for pool in allotment.pools
+        )
+        return allotment.accumulation * self.problem.model.layers * layer * _TRUST
 
-def _candidates(problem: Problem) -> list[_Candidate]:
-    """Return all groupings with their heads, by rising bound."""
-    seconds = _seconds(problem)
-    alone = 1 / (seconds.per_token + problem.model.heads * seconds.per_head_and_token)
-    split: dict[tuple[float, ...], tuple[int, ...]] = {}
-    candidates = []
-    for ranks, name in groupings(problem.cluster, alone.tolist()).items():
-        heads, per_token = [], []
-        for group in ranks:
-            members = list(group)
-            speeds = tuple(seconds.per_head_and_token[members].tolist())
-            if speeds not in split:
-                split[speeds] = tuple(split_heads(problem.model.heads, speeds))
-            heads.append(split[speeds])
-            slowest = float((np.array(speeds) * split[speeds]).max())
-            per_token.append(slowest + 1 / float((1 / seconds.per_token[members]).sum()))
-        candidates.append(_Candidate(name, ranks, tuple(heads), tuple(per_token)))
-    tokens = problem.workload.stream_tokens
-    return sorted(candidates, key=lambda candidate: candidate.layer_seconds(tokens))
+    def _estimated(self, pool: Pool, arrangement: Arrangement) -> list[_Candidate]:
+        """Return a pool's groupings with estimates of their layer, best first."""
+        if (pool, arrangement) not in self._estimates:
+            tokens = pool.sequences * self.problem.workload.seq_len
+            self._estimates[pool, arrangement] = sorted(
+                _Candidate(self._short_of_memory(groups, tokens), seconds, groups, name, shares)
+                for groups, name in self._groupings(pool, arrangement)
+                for seconds, shares in [self.estimator.estimated(groups, tokens, arrangement)]
+            )
+        return self._estimates[pool, arrangement]
 
+    def _groupings(self, pool: Pool, arrangement: Arrangement) -> Iterable[tuple[Grouping, str]]:
+        """Yield a pool's groupings; for contiguous runs the best balanced ones in several orders.
 
-def _dealt(problem: Problem, candidate: _Candidate) -> Cost:
-    """Return the cost of a candidate with tokens dealt so that groups and ranks end together."""
-    best = None
-    per_token = _array(candidate)
-    for _ in range(_ROUNDS):
-        groups = _with_tokens(problem, candidate, 1 / per_token)
-        cost = evaluate(problem, Layout(candidate.name, nested(groups)))
-        if best is None or _key(cost) < _key(best):
-            best = cost
-        times = dict(zip((g.ranks for g in cost.layout.groups), cost.group_seconds, strict=True))
-        seconds = np.array([times[group.ranks] for group in groups])
-        if seconds.max() <= _ALIKE * seconds.mean():
-            break
-        per_token = seconds / np.array([max(group.num_tokens, 1) for group in groups])
-    assert best is not None
-    polished = evaluate(problem, _polished(problem, best.layout))
-    return polished if polished.fits or not best.fits else best
+        Few ranks are tried in every order, and the best groupings if of few groups.
+        """
+        if arrangement == "balanced":
+            splitter, heads = self.splitter, self.problem.model.heads
+            for groups, name in groupings(pool.nodes, splitter.alone, splitter.kind, heads).items():
+                if self.options.across_nodes or not self._crosses_nodes(groups):
+                    yield groups, name
+            return
+        known = self._estimated(pool, "balanced")
+        for place, candidate in enumerate(known if self._few else known[:_LOOKED_AT]):
+            groups = candidate.grouping
+            every_order = self._few or (place < _KEPT and len(groups) <= FEW)
+            for order in permutations(groups) if every_order else (groups, groups[::-1]):
+                yield order, candidate.name
 
+    def _short_of_memory(self, groups: Grouping, num_tokens: int) -> bool:
+        """Return whether the groups' memory does not suffice for the tokens, however dealt."""
+        alone = len(groups) == 1
+        return sum(self.splitter.room_for_tokens(ranks, alone) for ranks in groups) < num_tokens
 
-def _with_tokens(problem: Problem, candidate: _Candidate, speeds: Floats) -> list[Group]:
-    """Return the candidate's groups with tokens in proportion to group and rank speeds.
+    def _crosses_nodes(self, groups: Grouping) -> bool:
+        node = self.splitter.node
+        return any(len({node[rank] for rank in group}) > 1 for group in groups)
 
-    Memory bounds both; where it cannot be met, it is left to the evaluator to say so.
-    """
-    empty = [
-        Group(ranks, (0,) * len(ranks), heads)
-        for ranks, heads in zip(candidate.ranks, candidate.heads, strict=True)
-    ]
-    rows, memory = Rows.of(problem, Layout("", tuple(empty))), memory_model(problem)
-    unit = token_unit(problem)
-    units, rest = divmod(problem.workload.stream_tokens, unit)
-    group_caps = group_token_caps(problem, memory, rows) // unit
-    tokens = [unit * count for count in _deal(units, speeds, group_caps)]
-    tokens[int(np.argmax(tokens))] += rest
+    def _looked_at(self, pool: Pool, frame: Frame) -> list[tuple[Cost, _Candidate]]:
+        """Return the candidates of a pool with the best estimates, best first."""
+        if (pool, frame) not in self._looks:
+            candidates = self._estimated(pool, frame.arrangement)
+            most = candidates[0].seconds / _TRUST**2
+            enough = _LOOKED_AT if frame.arrangement == "balanced" else _LOOKED_AT // 2 + 1
+            found: list[tuple[Cost, _Candidate]] = []
+            for candidate in candidates[: _ALL_LOOKED_AT if self._few else _MOST_LOOKED_AT]:
+                done = len(found) >= enough or candidate.seconds > most
+                if done and not self._few and any(cost.fits for cost, _ in found):
+                    break
+                if found and candidate.short_of_memory:
+                    break
+                found.append((self._balanced(pool, frame, candidate, _ROUNDS, True), candidate))
+            found.sort(key=lambda entry: key(entry[0]))
+            self._looks[pool, frame] = found
+        return self._looks[pool, frame]
 
-    caps = token_caps(problem, memory, replace(rows, group_tokens=np.array(tokens, dtype=float)))
-    per_token = _seconds(problem).per_token[rows.rank]
-    groups = []
-    for group, count, start in zip(empty, tokens, rows.group_starts, strict=True):
-        members = slice(start, start + len(group.ranks))
-        shares = _deal(count, 1 / per_token[members], caps[members])
-        groups.append(replace(group, tokens=tuple(shares)))
-    return groups
+    def _first_look(self, pool: Pool, frame: Frame) -> Cost:
+        return self._looked_at(pool, frame)[0][0]
 
+    def _closer_look(self, pool: Pool, frame: Frame) -> Cost:
+        """Return the best layout of a pool after more rounds, compositions included."""
+        looks = self._looked_at(pool, frame)
+        candidates = [candidate for _, candidate in looks[: 3 * _KEPT if self._few else _KEPT]]
+        composes = self.options.compositions and frame.arrangement == "balanced"
+        if composes and not self._few:
+            tokens = pool.sequences * self.problem.workload.seq_len
+            seconds = float(looks[0][0].group_seconds.max())
+            chosen = composed(self.estimator, pool.nodes, tokens, seconds)
+            if chosen is not None and chosen not in [candidate.grouping for _, candidate in looks]:
+                estimate = self.estimator.estimated(chosen, tokens, frame.arrangement)
+                candidates.append(
+                    _Candidate(False, estimate[0], chosen, "composition", estimate[1])
+                )
+        costs = [self._balanced(pool, frame, each, _MORE_ROUNDS, False) for each in candidates]
+        if self._few and self.options.moves:
+            costs = [improved(self.splitter, cost, _MOVES) for cost in costs]
+        return min(costs, key=key)
 
-def _deal(total: int, speeds: Floats, caps: Floats) -> list[int]:
-    """Deal in proportion to speed, at most `caps` to each; caps too small in all are ignored."""
-    room = np.maximum(caps, 0.0).astype(np.int64)
-    if room.sum() < total:
-        room[:] = total
-    shares = np.zeros(len(speeds), dtype=np.int64)
-    free = room > 0
-    while free.any():
-        weights = np.rint(speeds[free] / speeds[free].max() * 1e9).astype(np.int64)
-        shares[free] = apportion(total - int(shares[~free].sum()), weights.tolist())
-        over = free & (shares > room)
-        if not over.any():
-            break
-        shares[over] = room[over]
-        free &= ~over
-    return [int(share) for share in shares]
-
-
-def _polished(problem: Problem, layout: Layout) -> Layout:
-    """Return the layout with each group's tokens split over its ranks by the MIP."""
-    rows = Rows.of(problem, layout)
-    caps = token_caps(problem, memory_model(problem), rows)
-    per_token = _seconds(problem).per_token
-    groups = []
-    for group, start in zip(layout.groups, rows.group_starts, strict=True):
-        most = [int(cap) for cap in caps[start : start + len(group.ranks)]]
-        seconds = per_token[list(group.ranks)].tolist()
-        try:
-            tokens = split_tokens(group.num_tokens, seconds, most, token_unit(problem))
-        except InfeasibleError:
-            tokens = list(group.tokens)
-        groups.append(replace(group, tokens=tuple(tokens)))
-    return replace(layout, groups=tuple(groups))
-
-
-def token_unit(problem: Problem) -> int:
-    """Return the block in which tokens are dealt: single tokens for very short streams."""
-    short = problem.workload.stream_tokens < 4 * TOKEN_UNIT * problem.cluster.world_size
-    return 1 if short else TOKEN_UNIT
+    def _balanced(
+        self, pool: Pool, frame: Frame, candidate: _Candidate, rounds: int, quick: bool
+    ) -> Cost:
+        named = Frame(candidate.name, frame.accumulation, frame.arrangement)
+        return balanced(
+            self.splitter,
+            named,
+            candidate.grouping,
+            pool.sequences,
+            rounds,
+            quick,
+            candidate.tokens,
+        )

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hexiseq_triton.errors import ConfigError, InfeasibleError
-from hexiseq_triton.planner.bound import lower_bound_seconds
 from hexiseq_triton.planner.clusters import Cluster
-from hexiseq_triton.planner.cost import Cost
+from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.files import build
-from hexiseq_triton.planner.heads import kv_heads_of
-from hexiseq_triton.planner.layouts import BASELINES, Priced, out_of_memory, price
+from hexiseq_triton.planner.layouts import BASELINES, Priced, out_of_memory, prices
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.planner.plans import (
-    BaselineResult,
-    ExchangePlan,
-    GroupPlan,
-    Plan,
-    Prediction,
-    RankShare,
-    ReplicaPlan,
-)
-from hexiseq_triton.planner.problem import Group, Problem
-from hexiseq_triton.planner.search import best_asymmetric, fits
+from hexiseq_triton.planner.plans import ExchangePlan, Plan
+from hexiseq_triton.planner.problem import Problem
+from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.workload import Workload
+from hexiseq_triton.planner.write import written
 
 SEARCH = "hexiseq"
-STRATEGIES = (SEARCH, *BASELINES)
+DESCENTS = {"descent_proportional": 1.0, "descent_sqrt": 0.5}
+"""Coordinate descent from tokens in proportion to this power of a group's speed."""
+STRATEGIES = (SEARCH, *DESCENTS, *BASELINES)
+
+_HEURISTIC = "heuristic: the search takes the documents' work as even along a sequence"
+_CUT_SHORT = "the search was cut short by its time limit; without one there may be a better plan"
 
 
 def plan(
@@ -38,11 +33,15 @@ def plan(
     model: ModelSpec | str | Path,
     *,
     seq_len: int,
+    documents: Sequence[int] | None = None,
     global_batch: int = 8,
     accumulation: int | None = None,
     recompute: Literal["full", "none"] = "full",
     causal: bool = True,
     strategy: str = SEARCH,
+    memory_limit_share: float = MEMORY_LIMIT_SHARE,
+    time_limit_seconds: float | None = None,
+    what_if: bool = False,
 ) -> Plan:
     """Return the fastest plan found for training `model` on `cluster`.
 
@@ -50,160 +49,169 @@ def plan(
         cluster: a Cluster, or the path of a cluster file.
         model: a ModelSpec, a preset's name, or the path of a config.json or YAML file.
         seq_len: tokens of one sequence.
+        documents: lengths of the documents in a sequence; one document if left out.
         global_batch: sequences in one optimizer step.
-        accumulation: passes in one step; as many as sequences if left out.
+        accumulation: passes in one step; the planner's choice if left out.
         recompute: "full" keeps only layer inputs for backward, "none" keeps everything.
         causal: whether a token sees only tokens before it.
-        strategy: "hexiseq" takes the best of the asymmetric layouts and all baselines; a
-            baseline's name takes that one's best layout.
+        strategy: "hexiseq" takes the best of the search and of all baselines that the runtime can
+            carry out; a baseline's name takes that one's best layout; "descent_proportional" and
+            "descent_sqrt" are a plain coordinate descent, to compare the search with.
+        memory_limit_share: how much of each GPU's memory may be used.
+        time_limit_seconds: when to end the search; the plan then says so in its notes. Plans made
+            without a limit are the same every time.
+        what_if: plan for GPUs that cannot run this package's kernels too.
 
     Raises:
         ConfigError: if a file or an argument is wrong.
         InfeasibleError: if nothing fits; the message names the binding constraint.
     """
-    problem = _problem(cluster, model, seq_len, global_batch, accumulation, recompute, causal)
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}")
-    baselines = {name: price(problem, name) for name in BASELINES}
+    fields = {
+        "seq_len": seq_len,
+        "documents": documents,
+        "global_batch": global_batch,
+        "accumulation": accumulation,
+        "recompute": recompute,
+        "causal": causal,
+    }
+    problem = _problem(cluster, model, fields, memory_limit_share)
+    unrunnable = _unrunnable(problem.cluster)
+    if unrunnable and not what_if:
+        raise InfeasibleError("; ".join(unrunnable))
+    baselines = prices(problem)
+    notes = []
     if strategy == SEARCH:
-        cost, description = _best(problem, baselines)
+        cost, description, cut_short = _searched(problem, baselines, time_limit_seconds)
+        notes = [_CUT_SHORT] if cut_short else []
+    elif strategy in DESCENTS:
+        cost, description = _descended(problem, strategy), strategy
     else:
-        cost, description = _baseline(problem, strategy, baselines[strategy])
-    result = _plan(problem, cost, description, baselines)
+        cost, description = _baseline(strategy, baselines[strategy])
+    if documents is not None:
+        notes.append(_HEURISTIC)
+    if not cost.layout.executable:
+        notes.append(f"the runtime does not exchange KV by {cost.layout.exchange}")
+    result = written(problem, cost, description, baselines, [*notes, *unrunnable])
+    result = replace(result, executable=result.executable and not unrunnable)
     result.validate()
     return result
+
+
+def max_seq_len(
+    cluster: Cluster | str | Path,
+    model: ModelSpec | str | Path,
+    *,
+    memory_limit_share: float = MEMORY_LIMIT_SHARE,
+    **options: Any,
+) -> Plan:
+    """Return the plan for the longest sequence that fits in memory, to a thousandth.
+
+    Args:
+        cluster: as for `plan`.
+        model: as for `plan`.
+        memory_limit_share: as for `plan`.
+        options: further arguments of `plan`; neither `seq_len` nor `documents`.
+
+    Raises:
+        ConfigError: if a file or an argument is wrong.
+        InfeasibleError: if no sequence fits.
+    """
+    from hexiseq_triton.planner.capacity import longest_seq_len  # numba is slow to import
+
+    names = ("global_batch", "accumulation", "recompute", "causal")
+    fields = {name: options[name] for name in names if name in options}
+    problem = _problem(cluster, model, {"seq_len": 1} | fields, memory_limit_share)
+    seq_len = longest_seq_len(problem)
+    if not seq_len:
+        raise InfeasibleError(_does_not_fit(problem))
+    return plan(
+        problem.cluster,
+        problem.model,
+        seq_len=seq_len,
+        memory_limit_share=memory_limit_share,
+        **options,
+    )
 
 
 def _problem(
     cluster: Cluster | str | Path,
     model: ModelSpec | str | Path,
-    seq_len: int,
-    global_batch: int,
-    accumulation: int | None,
-    recompute: str,
-    causal: bool,
+    fields: Mapping[str, object],
+    memory_limit_share: float,
 ) -> Problem:
     """Return the checked problem."""
-    fields: dict[str, object] = {"seq_len": seq_len, "global_batch": global_batch}
-    fields |= {"recompute": recompute, "causal": causal}
-    if accumulation is not None:
-        fields["accumulation"] = accumulation
-    problem = Problem(
+    if not 0 < memory_limit_share <= 1:
+        raise ConfigError(f"memory_limit_share is {memory_limit_share}; it is above 0 and up to 1")
+    return Problem(
         cluster if isinstance(cluster, Cluster) else Cluster.load(cluster),
         model if isinstance(model, ModelSpec) else ModelSpec.load(model),
-        build(Workload, fields, "plan"),
+        build(
+            Workload, {name: value for name, value in fields.items() if value is not None}, "plan"
+        ),
         ExchangePlan(),
+        memory_limit_share,
     )
-    for name, gpu in problem.cluster.gpus.items():
-        if not gpu.runnable:
-            raise InfeasibleError(f"{name} cannot run this package's kernels: {gpu.reason}")
-    return problem
 
 
-def _best(problem: Problem, baselines: dict[str, Priced]) -> tuple[Cost, str]:
-    """Return the best layout of all, and what it is called."""
-    found = {f"{name}: {b.cost.layout.name}": b.cost for name, b in baselines.items() if b.cost}
-    to_beat = min((cost.step_seconds for cost in found.values()), default=float("inf"))
-    ours = best_asymmetric(problem, to_beat)
-    if ours is not None and ours.fits:
-        found[f"{SEARCH}: {ours.layout.name}"] = ours
+def _unrunnable(cluster: Cluster) -> list[str]:
+    return [
+        f"{name} cannot run this package's kernels: {gpu.reason}"
+        for name, gpu in cluster.gpus.items()
+        if not gpu.runnable
+    ]
+
+
+def _searched(
+    problem: Problem, baselines: Mapping[str, Priced], time_limit_seconds: float | None
+) -> tuple[Cost, str, bool]:
+    """Return the best layout of all, what it is called, and whether time ended the search."""
+    from hexiseq_triton.planner.search import Search  # numba is slow to import
+    from hexiseq_triton.planner.warm_up import warm_up
+
+    warm_up()
+    found = {
+        f"{name}: {priced.cost.layout.name}": priced.cost
+        for name, priced in baselines.items()
+        if priced.cost and priced.executable
+    }
+    start = min(found.values(), key=lambda cost: cost.step_seconds, default=None)
+    search = Search(problem, time_limit_seconds=time_limit_seconds)
+    ours = search.best(start)
+    if ours.fits:
+        found[f"{SEARCH}: {ours.layout.name}"] = evaluate(problem, ours.layout)
     if not found:
-        assert ours is not None
-        raise InfeasibleError(_does_not_fit(problem, ours))
+        raise InfeasibleError(_does_not_fit(problem))
     name = min(found, key=lambda name: found[name].step_seconds)
-    return found[name], name
+    return found[name], name, search.cut_short
 
 
-def _baseline(problem: Problem, name: str, priced: Priced) -> tuple[Cost, str]:
+def _descended(problem: Problem, strategy: str) -> Cost:
+    from hexiseq_triton.planner.descent import descended  # numba is slow to import
+
+    cost = descended(problem, DESCENTS[strategy])
+    if not cost.fits:
+        raise InfeasibleError(f"{strategy}: {out_of_memory(problem, cost)}")
+    return cost
+
+
+def _baseline(name: str, priced: Priced) -> tuple[Cost, str]:
     if priced.cost is None:
         raise InfeasibleError(f"{name}: {priced.reason}")
     return priced.cost, f"{name}: {priced.cost.layout.name}"
 
 
-def _does_not_fit(problem: Problem, nearest: Cost) -> str:
+def _does_not_fit(problem: Problem) -> str:
     """Say what binds, and the longest sequence for which a plan is found."""
+    from hexiseq_triton.planner.capacity import longest_seq_len, roomiest
+    from hexiseq_triton.planner.stages import Splitter
+
     seq_len = longest_seq_len(problem)
     advice = (
         f"the longest seq_len that fits is {seq_len}"
         if seq_len
         else "no seq_len fits: use more GPUs, a smaller model or GPUs with more memory"
     )
-    reason = out_of_memory(problem, nearest)
+    reason = out_of_memory(problem, roomiest(Splitter(problem)))
     return f"seq_len {problem.workload.seq_len} does not fit: {reason}; {advice}"
-
-
-def longest_seq_len(problem: Problem) -> int:
-    """Return the longest sequence, within 1 %, below the problem's for which memory suffices."""
-    low, high = 0, problem.workload.seq_len
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        if fits(replace(problem, workload=replace(problem.workload, seq_len=middle))):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _plan(problem: Problem, cost: Cost, strategy: str, baselines: dict[str, Priced]) -> Plan:
-    """Write down a layout as a plan with its predictions and what it was compared with."""
-    workload, model = problem.workload, problem.model
-    bound = lower_bound_seconds(problem)
-    arrangement = cost.layout.arrangement
-    groups = tuple(_group_plan(problem, cost, group) for group in cost.layout.groups)
-    return Plan(
-        world_size=problem.cluster.world_size,
-        seq_len=workload.seq_len,
-        num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
-        replicas=(ReplicaPlan(groups, workload.sequences),),
-        head_dim=model.head_dim,
-        causal=workload.causal,
-        accumulation=workload.accumulation,
-        recompute=workload.recompute,
-        exchange=replace(problem.exchange, arrangement=arrangement),
-        strategy=strategy,
-        predicted=Prediction(
-            cost.step_seconds,
-            workload.global_batch * workload.seq_len / cost.step_seconds,
-        ),
-        lower_bound_seconds=bound,
-        gap=cost.step_seconds / bound - 1,
-        baselines={
-            name: BaselineResult(priced.cost.step_seconds if priced.cost else None, priced.reason)
-            for name, priced in baselines.items()
-        },
-        device_names={name: gpu.device_names for name, gpu in problem.cluster.gpus.items()},
-        made_from={
-            "cluster": problem.cluster.digest,
-            "model": _digest(model),
-            "workload": _digest(workload),
-        },
-    )
-
-
-def _group_plan(problem: Problem, cost: Cost, group: Group) -> GroupPlan:
-    q_per_kv = problem.model.heads // problem.model.kv_heads
-    shares = []
-    start = 0
-    for rank, tokens, count in zip(group.ranks, group.tokens, group.heads, strict=True):
-        device, q_heads = problem.cluster.devices[rank], (start, start + count)
-        shares.append(
-            RankShare(
-                rank=rank,
-                tokens=tokens,
-                q_heads=q_heads,
-                kv_heads=kv_heads_of(q_heads, q_per_kv),
-                gpu=device.gpu,
-                node=device.node,
-                memory_bytes=int(cost.memory_bytes[rank]),
-                memory_limit_bytes=int(cost.memory_limit[rank]),
-                seconds=float(cost.busy_seconds[rank]),
-            )
-        )
-        start += count
-    return GroupPlan(tuple(shares))
-
-
-def _digest(noun: ModelSpec | Workload) -> str:
-    content = asdict(noun)
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

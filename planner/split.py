@@ -1,146 +1,156 @@
-"""Split indivisible units over ranks of unequal speed, so that the last rank finishes soonest.
+"""Split indivisible units over the ranks of a group, so that its two phases end soonest. Exact.
 
-Tokens and query heads of a head-parallel group are both split by this model. Ranks of equal speed
-and room form a class c of `num_ranks[c]`; `level[c]` is the most units one of them takes.
+Tokens and query heads of a head-parallel group are both such units, and each costs a forward and a
+backward phase in which the group waits for its last rank:
 
-minimise    makespan                                                    [seconds, scaled]
-subject to  sum_c num_ranks[c] * level[c] >= units                      all_units_taken
-            seconds_per_unit[c] * level[c] <= makespan    for all c     class_c_finishes
-            level[c] integer, 0 <= level[c] <= cap[c]
+    minimise    max_r forward[r] * n[r]  +  max_r backward[r] * n[r]           [seconds]
+    subject to  sum_r n[r] = units,  0 <= n[r] <= cap[r],  n[r] integer
 
-Data are scaled so that the answer lies near 100. The solver's answer is a start and no more: ranks
-are filled up to its makespan, recomputed, and what they then hold too much is taken off one by one
-from the rank that finishes last. From any makespan that suffices this ends at the least one.
+With one maximum, the least level at which all units find room answers it: the fluid level, and from
+there unit by unit to the rank that would end first. With two, the forward levels are scanned
+upwards from their least; each caps the ranks for the backward phase. The scan ends where the least
+backward maximum alone leaves no gain. Where forward and backward are proportional, as they are for
+rates that come from one peak, the first step is all.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import Counter
-from collections.abc import Sequence
-from functools import lru_cache
+import numba
+import numpy as np
 
-from hexiseq_triton.errors import InfeasibleError
+from hexiseq_triton.planner.rates import Floats, Ints
 
 TOKEN_UNIT = 16
-_SCALE = 100.0
-_TOLERANCE = 1e-9
+_ROUNDING = 1e-12
+"""Relative slack of a level, so that the rank that sets it keeps its own units."""
+_MOST_LEVELS = 2000
+"""Forward levels scanned at most; only rates measured one by one come near it."""
 
-Class = tuple[float, int]
-"""Seconds per unit, most units."""
 
+@numba.njit(cache=True)
+def place_tokens(num_tokens: int, forward: Floats, backward: Floats, caps: Ints, unit: int) -> Ints:
+    """Return each rank's tokens: in whole units, the remainder on the rank that then ends first.
 
-def split_tokens(
-    num_tokens: int,
-    seconds_per_token: Sequence[float],
-    caps: Sequence[int] | None = None,
-    unit: int = TOKEN_UNIT,
-) -> list[int]:
-    """Return each rank's tokens: multiples of `unit`, the remainder on one of them.
-
-    Where memory is too tight for whole blocks, tokens are split one by one.
+    Where the caps leave too little room for whole units, tokens are placed one by one.
 
     Args:
-        num_tokens: tokens of the group.
-        seconds_per_token: token-wise time of each rank.
-        caps: most tokens each rank has memory for; no bound if left out.
-        unit: tokens are split in blocks of so many.
+        num_tokens: to be placed.
+        forward: [ranks], seconds a token takes.
+        backward: [ranks], seconds it takes in the second phase.
+        caps: [ranks], most tokens of each.
+        unit: tokens in a block.
 
-    Raises:
-        InfeasibleError: if the ranks together have no room for `num_tokens`.
+    Returns:
+        [ranks] tokens; -1 everywhere if the caps add up to fewer than `num_tokens`.
     """
-    caps = [num_tokens] * len(seconds_per_token) if caps is None else [max(0, c) for c in caps]
-    if sum(caps) < num_tokens:
-        raise InfeasibleError(
-            f"ranks have room for {sum(caps)} tokens; {num_tokens} must be placed"
-        )
-    units, rest = divmod(num_tokens, unit)
-    if sum(cap // unit for cap in caps) >= units:
-        blocks = split_units(units, seconds_per_token, [cap // unit for cap in caps])
-        tokens = [unit * count for count in blocks]
-        for r in sorted(range(len(caps)), key=lambda r: (tokens[r] + rest) * seconds_per_token[r]):
-            if tokens[r] + rest <= caps[r]:
-                tokens[r] += rest
-                return tokens
-    return split_tokens(num_tokens, seconds_per_token, caps, unit=1)
+    rest = num_tokens % unit
+    counts = unit * place(num_tokens // unit, forward, backward, caps // unit)
+    if counts[0] >= 0:
+        taker, soonest = -1, np.inf
+        for r in range(len(caps)):
+            end = (forward[r] + backward[r]) * (counts[r] + rest)
+            if counts[r] + rest <= caps[r] and end < soonest:
+                taker, soonest = r, end
+        if taker >= 0:
+            counts[taker] += rest
+            return counts
+    if unit == 1:
+        return counts
+    return place(num_tokens, forward, backward, caps)
 
 
-def split_heads(num_heads: int, seconds_per_head: Sequence[float]) -> list[int]:
-    """Return each rank's query heads; a slow rank may take none."""
-    return split_units(num_heads, seconds_per_head, [num_heads] * len(seconds_per_head))
+@numba.njit(cache=True)
+def place(units: int, forward: Floats, backward: Floats, caps: Ints) -> Ints:
+    """Return each rank's units for the least sum of the two maxima.
 
+    Args:
+        units: to be placed.
+        forward: [ranks], seconds a unit takes.
+        backward: [ranks], seconds it takes in the second phase.
+        caps: [ranks], most units of each.
 
-def split_units(units: int, seconds: Sequence[float], caps: Sequence[int]) -> list[int]:
-    """Return each rank's units.
-
-    Raises:
-        InfeasibleError: if the caps add up to less than `units`.
+    Returns:
+        [ranks] units; -1 everywhere if the caps add up to fewer than `units`.
     """
-    caps = [min(cap, units) for cap in caps]
-    if sum(caps) < units:
-        raise InfeasibleError(f"ranks have room for {sum(caps)} units; {units} must be placed")
-    fluid = units / sum(1 / rate for rate in seconds) if units else 1.0
-    scaled = [rate * _SCALE / fluid for rate in seconds]
-    classes = Counter(zip(scaled, caps, strict=True))
-    makespan = _makespan(units, tuple(sorted(classes.items())))
-    levels = [_level(makespan, *rank) for rank in zip(scaled, caps, strict=True)]
-    return _without_surplus(units, scaled, levels)
+    if _proportional(forward, backward):
+        return _filled(units, forward + backward, caps)
+    best = _filled(units, backward, caps)
+    if best[0] < 0:
+        return best
+    least_backward = _most(backward, best)
+    total = _most(forward, best) + least_backward
+    room = caps.copy()
+    level = _most(forward, _filled(units, forward, caps))
+    for _ in range(_MOST_LEVELS):
+        if level + least_backward >= total:
+            break
+        for r in range(len(caps)):
+            room[r] = min(caps[r], int(level / forward[r] * (1 + _ROUNDING)))
+        counts = _filled(units, backward, room)
+        found = _most(forward, counts) + _most(backward, counts)
+        if found < total:
+            best, total = counts, found
+        following = np.inf
+        for r in range(len(caps)):
+            if room[r] < caps[r]:
+                following = min(following, (room[r] + 1) * forward[r])
+        level = following
+    return best
 
 
-def _level(makespan: float, seconds: float, cap: int) -> int:
-    """Return the most units one rank takes within `makespan`."""
-    return min(cap, math.floor(makespan / seconds * (1 + _TOLERANCE)))
+@numba.njit(cache=True)
+def _proportional(forward: Floats, backward: Floats) -> bool:
+    for r in range(1, len(forward)):
+        if abs(forward[r] * backward[0] - forward[0] * backward[r]) > 1e-12 * forward[r] * (
+            backward[0] + 1e-300
+        ):
+            return False
+    return True
 
 
-@lru_cache(maxsize=4096)
-def _makespan(units: int, classes: tuple[tuple[Class, int], ...]) -> float:
-    """Return a makespan in which all units are taken: the solver's, recomputed."""
-    levels = _solve(units, classes) if len(classes) > 1 else [-(-units // classes[0][1])]
-    if _taken(levels, classes) >= units:
-        return max(rate * level for ((rate, _), _), level in zip(classes, levels, strict=True))
-    makespan = _SCALE
-    while _taken([_level(makespan, *kind) for kind, _ in classes], classes) < units:
-        makespan *= 2
-    return makespan
+@numba.njit(cache=True)
+def _most(seconds: Floats, counts: Ints) -> float:
+    most = 0.0
+    for r in range(len(counts)):
+        most = max(most, seconds[r] * counts[r])
+    return most
 
 
-def _taken(levels: Sequence[int], classes: Sequence[tuple[Class, int]]) -> int:
-    return sum(count * level for (_, count), level in zip(classes, levels, strict=True))
+@numba.njit(cache=True)
+def _filled(units: int, seconds: Floats, caps: Ints) -> Ints:
+    """Return each rank's units for the least maximum; -1 everywhere if they don't fit."""
+    room = np.maximum(caps, 0)
+    if room.sum() < units:
+        return np.full(len(caps), -1, dtype=np.int64)
+    counts = _below_fluid_level(units, seconds, room)
+    for _ in range(units - counts.sum()):
+        taker, soonest = -1, np.inf
+        for r in range(len(room)):
+            end = seconds[r] * (counts[r] + 1)
+            if counts[r] < room[r] and end < soonest:
+                taker, soonest = r, end
+        counts[taker] += 1
+    return counts
 
 
-def _solve(units: int, classes: Sequence[tuple[Class, int]]) -> list[int]:
-    """Return the levels that python-mip finds for the model above."""
-    from mip import CBC, INTEGER, Model, minimize, xsum  # slow to import
-
-    model = Model(solver_name=CBC)
-    model.verbose = 0
-    model.threads = 1
-    makespan = model.add_var("makespan")
-    levels = []
-    for c, ((rate, cap), _) in enumerate(classes):
-        level = model.add_var(f"level_{c}", var_type=INTEGER, lb=0, ub=cap)
-        model += rate * level <= makespan, f"class_{c}_finishes"
-        levels.append(level)
-    model += (
-        xsum(count * level for (_, count), level in zip(classes, levels, strict=True)) >= units,
-        "all_units_taken",
-    )
-    model.objective = minimize(makespan)
-    model.optimize(max_nodes=2000)
-
-    return [round(level.x) if model.num_solutions else 0 for level in levels]
-
-
-def _without_surplus(units: int, seconds: Sequence[float], levels: Sequence[int]) -> list[int]:
-    """Take units off the ranks that finish last, until `units` remain."""
-    taken = list(levels)
-    last = [
-        (-rate * level, -r) for r, (rate, level) in enumerate(zip(seconds, levels, strict=True))
-    ]
-    heapq.heapify(last)
-    for _ in range(sum(taken) - units):
-        r = -heapq.heappop(last)[1]
-        taken[r] -= 1
-        heapq.heappush(last, (-seconds[r] * taken[r], -r))
-    return taken
+@numba.njit(cache=True)
+def _below_fluid_level(units: int, seconds: Floats, room: Ints) -> Ints:
+    """Return what each rank has done when all together could have done `units` in fractions."""
+    counts = np.zeros(len(room), dtype=np.int64)
+    full = np.zeros(len(room), dtype=np.bool_)
+    while True:
+        rate, left = 0.0, float(units)
+        for r in range(len(room)):
+            if full[r]:
+                left -= room[r]
+            else:
+                rate += 1 / seconds[r]
+        again = False
+        for r in range(len(room)):
+            if not full[r] and left / rate / seconds[r] >= room[r]:
+                full[r] = again = True
+        if not again:
+            break
+    for r in range(len(room)):
+        counts[r] = room[r] if full[r] else int(left / rate / seconds[r] * (1 - _ROUNDING))
+    return counts

@@ -1,94 +1,41 @@
-"""Bytes through every rank's ports: the all-to-all in a group, the KV exchange between groups.
+"""Bytes through every rank's ports: the all-to-alls in a group, the KV exchange between groups.
 
-Each rank has two ports, one inside its node and one across nodes, each with an egress and an
-ingress. A transfer phase lasts as long as its fullest port. All arrays run over the ranks of a
-layout in group order, one row per (group, rank).
+A rank sends and receives inside its node, by NVLink or PCIe, and across nodes, by its NIC. Where
+the node has no NVLink, both go through the rank's PCIe port. Directions don't share. A phase of
+transfers lasts as long as its fullest port. Arrays run over the rows of a layout (`Rows`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from hexiseq_triton.planner.heads import kv_heads_of
-from hexiseq_triton.planner.problem import Layout, Problem
-from hexiseq_triton.planner.rates import Floats, Ints
+from hexiseq_triton.planner.fetches import Fetches
+from hexiseq_triton.planner.problem import Problem
+from hexiseq_triton.planner.rates import Floats, Ints, Rates
+from hexiseq_triton.planner.rows import Rows, sums_by
 
-GRADIENT_BYTES = 4
-"""Partial dK and dV travel in float32."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A layout as arrays over its ranks, in group order."""
-
-    rank: Ints
-    group: Ints
-    tokens: Floats
-    q_heads: Floats
-    kv_ranges: Ints
-    """[rows, 2], KV heads [start, stop)."""
-    node: Ints
-    group_starts: Ints
-    group_sizes: Ints
-    group_tokens: Floats
-
-    @classmethod
-    def of(cls, problem: Problem, layout: Layout) -> Rows:
-        q_per_kv = problem.model.heads // problem.model.kv_heads
-        kv_ranges = []
-        for group in layout.groups:
-            start = 0
-            for count in group.heads:
-                kv_ranges.append(kv_heads_of((start, start + count), q_per_kv))
-                start += count
-        sizes = np.array([len(group.ranks) for group in layout.groups])
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        rank = np.array([r for group in layout.groups for r in group.ranks])
-        tokens = np.array([t for group in layout.groups for t in group.tokens], dtype=float)
-        return cls(
-            rank=rank,
-            group=np.repeat(np.arange(len(sizes)), sizes),
-            tokens=tokens,
-            q_heads=np.array([h for group in layout.groups for h in group.heads], dtype=float),
-            kv_ranges=np.array(kv_ranges),
-            node=problem.rates.node[rank],
-            group_starts=starts,
-            group_sizes=sizes,
-            group_tokens=np.add.reduceat(tokens, starts),
-        )
-
-    @property
-    def kv_heads(self) -> Floats:
-        return (self.kv_ranges[:, 1] - self.kv_ranges[:, 0]).astype(float)
-
-    def most(self, values: Floats) -> Floats:
-        """Return the largest value of each group."""
-        result: Floats = np.maximum.reduceat(values, self.group_starts)
-        return result
-
-    def by_group_and_node(self, values: Floats) -> Floats:
-        """Return sums of `values` as [groups, nodes]."""
-        sums = np.zeros((len(self.group_starts), int(self.node.max()) + 1))
-        np.add.at(sums, (self.group, self.node), values)
-        return sums
+BF16, FLOAT32 = 2, 4
+"""Bytes of a number: activations, and partial sums of gradients."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Bytes each rank sends and receives, inside its node and across nodes."""
+    """Bytes each row's rank sends and receives, inside its node and across nodes."""
 
     out_in_node: Floats
     out_across: Floats
     in_in_node: Floats
     in_across: Floats
 
-    def seconds(self, in_node: Floats, across: Floats) -> Floats:
-        """Return how long each rank's fullest port takes, at the ranks' bytes/s."""
-        inside = np.maximum(self.out_in_node, self.in_in_node) / in_node
-        result: Floats = np.maximum(inside, np.maximum(self.out_across, self.in_across) / across)
+    def seconds(self, rates: Rates, rank: Ints, across: Floats) -> Floats:
+        """Return how long each row's fullest port takes; `across` is bytes/s of each rank."""
+        near = np.maximum(self.out_in_node, self.in_in_node)
+        far = np.maximum(self.out_across, self.in_across)
+        both = np.maximum(self.out_in_node + self.out_across, self.in_in_node + self.in_across)
+        inside = np.where(rates.shares_port[rank], both, near)
+        result: Floats = np.maximum(inside / rates.in_node[rank], far / across[rank])
         return result
 
     def with_returns(self, share: float) -> Ports:
@@ -101,68 +48,113 @@ class Ports:
         )
 
 
-def all_to_all(problem: Problem, rows: Rows, heads: Floats) -> Ports:
-    """Return the traffic of one ragged all-to-all from tokens to heads; reversed, it is the same.
+def all_to_all(rows: Rows, width: Floats) -> Ports:
+    """Return the traffic of one ragged all-to-all from tokens to heads; the way back is alike.
 
-    Rank d sends its tokens' part of e's heads to e: `tokens[d] * heads[e]` head rows.
+    Args:
+        rows: the layout.
+        width: bytes that each rank's heads take for one token.
     """
-    head_bytes = 2 * problem.model.head_dim
-    token_sums, head_sums = rows.by_group_and_node(rows.tokens), rows.by_group_and_node(heads)
-    here = (rows.group, rows.node)
-
-    def others(values: Floats, sums: Floats) -> tuple[Floats, Floats]:
-        return sums[here] - values, sums.sum(axis=1)[rows.group] - sums[here]
-
-    heads_near, heads_far = others(heads, head_sums)
-    tokens_near, tokens_far = others(rows.tokens, token_sums)
+    width_near, tokens_near = rows.in_node(width), rows.in_node(rows.tokens)
+    width_all, tokens_all = rows.in_group(width), rows.in_group(rows.tokens)
     return Ports(
-        rows.tokens * heads_near * head_bytes,
-        rows.tokens * heads_far * head_bytes,
-        heads * tokens_near * head_bytes,
-        heads * tokens_far * head_bytes,
+        rows.tokens * (width_near - width),
+        rows.tokens * (width_all - width_near),
+        width * (tokens_near - rows.tokens),
+        width * (tokens_all - tokens_near),
     )
 
 
-def fetched_tokens(problem: Problem, layout: Layout, rows: Rows) -> Floats:
-    """Return [i, j]: tokens of group j whose KV group i fetches; an upper bound if packed.
+def kv_exchange(problem: Problem, rows: Rows, fetches: Fetches) -> Ports:
+    """Return the traffic of one exchange of keys and values between groups.
 
-    Causal and balanced: an inner group's tokens all lie before an outer group's last, and of an
-    outer group's two mirrored pieces only the front one lies before an inner group's last.
+    Heads travel in intervals between neighbouring cuts of a replica. Where several ranks of the
+    source group hold an interval, they share its requests.
+
+    Args:
+        problem: whose model and nodes.
+        rows: the layout.
+        fetches: tokens that the groups fetch of each other.
     """
-    count = len(rows.group_starts)
-    inner, outer = np.triu(np.ones((count, count)), 1), np.tril(np.ones((count, count)), -1)
-    if not problem.workload.causal:
-        seen = inner + outer
-    elif layout.arrangement == "balanced":
-        seen = inner + outer / 2
-    else:
-        seen = outer
-    result: Floats = seen * rows.group_tokens[None, :]
+    held = _Held.of(rows)
+    group = rows.group[held.row]
+    holders = held.holders[group, held.interval]
+    take, give = held.pairs_in_node(rows)
+    served = fetches.between(group[take], group[give]) / holders[give]
+    near_in = sums_by(take, served, len(held.row))
+    near_out = sums_by(give, served, len(held.row))
+    all_in = fetches.received()[group]
+    all_out = fetches.asked(held.holders)[group, held.interval] / holders
+    width = 2 * BF16 * problem.model.head_dim * held.width
+
+    def by_row(tokens: Floats) -> Floats:
+        return sums_by(held.row, width * tokens, len(rows.rank))
+
+    return Ports(
+        by_row(near_out), by_row(all_out - near_out), by_row(near_in), by_row(all_in - near_in)
+    )
+
+
+def intervals_held(rows: Rows) -> Floats:
+    """Return how many intervals between neighbouring cuts of its replica each row holds."""
+    start, stop = _intervals(rows)
+    result: Floats = (stop - start).astype(float)
     return result
 
 
-def kv_exchange(problem: Problem, rows: Rows, fetched: Floats) -> Ports:
-    """Return the traffic of one exchange of keys and values between groups.
+def _intervals(rows: Rows) -> tuple[Ints, Ints]:
+    """Return the intervals [start, stop) each row holds, numbered from 0 in each replica."""
+    replica = rows.replica[rows.group]
+    holds = rows.kv_heads > 0
+    cuts = np.zeros((int(replica[-1]) + 1, int(rows.kv_ranges.max()) + 1), dtype=np.int64)
+    cuts[replica[holds, None], rows.kv_ranges[holds]] = 1
+    before = np.cumsum(cuts, axis=1) - 1
+    start, stop = before[replica[:, None], rows.kv_ranges].T
+    return np.where(holds, start, 0), np.where(holds, stop, 0)
 
-    Head intervals between neighbouring cuts travel one by one. Where several ranks of the source
-    group hold an interval, they share its requests.
-    """
-    token_bytes = 2 * 2 * problem.model.head_dim
-    near_in, far_in, near_out, far_out = (np.zeros(len(rows.rank)) for _ in range(4))
-    edges = np.unique(rows.kv_ranges)
-    for start, stop in pairwise(edges):
-        holds = (rows.kv_ranges[:, 0] <= start) & (stop <= rows.kv_ranges[:, 1])
-        holders = rows.by_group_and_node(holds.astype(float))
-        per_group = holders.sum(axis=1)
-        here = (rows.group[holds], rows.node[holds])
-        width = float(stop - start) * token_bytes
 
-        received = (fetched @ (holders / per_group[:, None]))[here]
-        near_in[holds] += width * received
-        far_in[holds] += width * (fetched.sum(axis=1)[here[0]] - received)
+@dataclass(frozen=True)
+class _Held:
+    """Which rows hold which intervals: one entry for each row and interval."""
 
-        asked = (fetched.T @ holders)[here] / per_group[here[0]]
-        all_asked = (fetched.T @ per_group)[here[0]] / per_group[here[0]]
-        near_out[holds] += width * asked
-        far_out[holds] += width * (all_asked - asked)
-    return Ports(near_out, far_out, near_in, far_in)
+    row: Ints
+    interval: Ints
+    width: Ints
+    """KV heads of each entry's interval."""
+    holders: Floats
+    """[groups, intervals], ranks of a group that hold an interval."""
+
+    @classmethod
+    def of(cls, rows: Rows) -> _Held:
+        first, last = _intervals(rows)
+        counts = last - first
+        row = np.repeat(np.arange(len(counts)), counts)
+        interval = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        num_intervals = int(last.max())
+        # where each interval of each replica begins and ends
+        replica = rows.replica[rows.group]
+        edges = np.zeros((int(replica[-1]) + 1, num_intervals + 1), dtype=np.int64)
+        holds = counts > 0
+        for end, head in zip((first, last), rows.kv_ranges.T, strict=True):
+            edges[replica[holds], end[holds]] = head[holds]
+        at = replica[row]
+        width = edges[at, interval + 1] - edges[at, interval]
+        size = len(rows.group_starts) * num_intervals
+        holders = np.bincount(rows.group[row] * num_intervals + interval, minlength=size)
+        return cls(row, interval, width, holders.astype(float).reshape(-1, num_intervals))
+
+    def pairs_in_node(self, rows: Rows) -> tuple[Ints, Ints]:
+        """Return all pairs of entries of one interval, node and replica.
+
+        Nothing is fetched inside a group, so pairs of one group move nothing.
+        """
+        replica = rows.replica[rows.group[self.row]]
+        bucket = replica * (int(rows.node.max()) + 1) + rows.node[self.row]
+        bucket = bucket * self.holders.shape[1] + self.interval
+        order = np.argsort(bucket, kind="stable")
+        starts = np.flatnonzero(np.diff(bucket[order], prepend=-1))
+        sizes = np.diff(starts, append=len(order))
+        per_entry = np.repeat(sizes, sizes)
+        take = np.repeat(np.arange(len(order)), per_entry)
+        within = np.arange(len(take)) - np.repeat(np.cumsum(per_entry) - per_entry, per_entry)
+        return order[take], order[np.repeat(starts, sizes)[take] + within]

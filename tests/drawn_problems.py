@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan
-from hexiseq_triton.planner.problem import Group, Layout, Problem
+from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
 from hexiseq_triton.planner.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "clusters"
 
 
 def problem_for(
-    cluster: Cluster, model: ModelSpec | str, exchange: ExchangePlan | None = None, **workload: int
+    cluster: Cluster, model: ModelSpec | str, exchange: ExchangePlan | None = None, **workload: Any
 ) -> Problem:
     """Return a problem; `model` may be a preset's name."""
     model = ModelSpec.load(model) if isinstance(model, str) else model
@@ -58,30 +60,51 @@ def drawn_problem(rng: Random) -> Problem:
             vocab=1000,
         ),
         seq_len=rng.choice([500, 4096, 65536]),
+        global_batch=rng.choice([1, 6, 8]),
         causal=rng.random() < 0.8,
     )
 
 
 def drawn_layout(rng: Random, problem: Problem) -> Layout:
-    """Return any balanced layout: any groups, any tokens, any heads, zeros included."""
+    """Return any balanced layout: any replicas, groups, tokens and heads; zeros and idle ranks."""
+    workload = problem.workload
     ranks = list(range(problem.cluster.world_size))
     rng.shuffle(ranks)
-    count = rng.randint(1, len(ranks))
-    cuts = sorted(rng.sample(range(1, len(ranks)), count - 1))
-    members = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
-    tokens = iter(_parts(rng, problem.workload.stream_tokens, len(ranks)))
-    groups = [
+    used = ranks[: rng.randint(1, len(ranks))] if rng.random() < 0.2 else ranks
+    accumulation = rng.choice(workload.accumulations)
+    sequences = workload.global_batch // accumulation
+    count = rng.randint(1, min(3, sequences, len(used)))
+    replicas = [
+        Replica(_groups(rng, problem, members, share * workload.seq_len), share)
+        for members, share in zip(
+            _runs(rng, used, count), _parts(rng, sequences, count, least=1), strict=True
+        )
+    ]
+    return Layout("drawn", tuple(replicas), accumulation)
+
+
+def _groups(rng: Random, problem: Problem, ranks: list[int], total: int) -> tuple[Group, ...]:
+    members = _runs(rng, ranks, rng.randint(1, len(ranks)))
+    tokens = iter(_parts(rng, total, len(ranks)))
+    return tuple(
         Group(
             tuple(group),
             tuple(next(tokens) for _ in group),
             tuple(_parts(rng, problem.model.heads, len(group))),
         )
         for group in members
-    ]
-    return Layout("drawn", tuple(groups))
+    )
 
 
-def _parts(rng: Random, total: int, count: int) -> list[int]:
-    """Return `count` numbers from 0 that add up to `total`."""
-    cuts = sorted(rng.randint(0, total) for _ in range(count - 1))
-    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+def _runs(rng: Random, ranks: list[int], count: int) -> list[list[int]]:
+    """Cut ranks into `count` runs that are not empty."""
+    sizes = _parts(rng, len(ranks), count, least=1)
+    stops = list(accumulate(sizes))
+    return [ranks[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+
+
+def _parts(rng: Random, total: int, count: int, least: int = 0) -> list[int]:
+    """Return `count` numbers from `least` that add up to `total`."""
+    spare = total - least * count
+    cuts = sorted(rng.randint(0, spare) for _ in range(count - 1))
+    return [least + b - a for a, b in zip([0, *cuts], [*cuts, spare], strict=True)]

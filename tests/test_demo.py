@@ -29,7 +29,7 @@ KEPT = Summary(
 
 
 def test_a_short_demo_keeps_its_promises_and_writes_everything(tmp_path: Path) -> None:
-    assert run_demo(tmp_path, steps=3, seq_len=1024, min_loss_drop=0.3)
+    assert run_demo(tmp_path, steps=3, min_loss_drop=0.3)
 
     summary = json.loads((tmp_path / "summary.json").read_text("utf-8"))
     assert len(summary["losses_distributed"]) == len(summary["losses_single"]) == 3

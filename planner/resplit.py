@@ -1,0 +1,84 @@
+"""Split a plan anew for another batch: same groups on the same ranks, other tokens and heads.
+
+A batch with other lengths than the plan's is dealt in the plan's proportions anyway. Where lengths
+differ much, tokens and heads that suit them are a little better; finding them takes milliseconds,
+since nothing else moves and no baselines are priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hexiseq_triton.planner.balance import balanced
+from hexiseq_triton.planner.clusters import Cluster
+from hexiseq_triton.planner.cost import evaluate
+from hexiseq_triton.planner.files import build
+from hexiseq_triton.planner.models import ModelSpec
+from hexiseq_triton.planner.moves import moved
+from hexiseq_triton.planner.plans import Plan, ReplicaPlan
+from hexiseq_triton.planner.problem import Layout, Problem, Replica
+from hexiseq_triton.planner.stages import Frame, Ranks, Splitter
+from hexiseq_triton.planner.workload import Workload
+from hexiseq_triton.planner.write import written
+
+_ROUNDS = 2
+
+
+def resplit(
+    plan: Plan,
+    cluster: Cluster,
+    model: ModelSpec,
+    *,
+    seq_len: int,
+    documents: Sequence[int] | None = None,
+) -> Plan:
+    """Return the plan with tokens and heads for sequences of another length.
+
+    Args:
+        plan: whose replicas, groups, nesting order, passes and numbers of sequences stay.
+        cluster: that the plan was made for.
+        model: that the plan was made for.
+        seq_len: tokens of one sequence.
+        documents: lengths of the documents in a sequence; one document if left out.
+
+    Raises:
+        ConfigError: if an argument is wrong.
+        PlanError: if the plan does not suit the cluster or the model.
+    """
+    fields: dict[str, object] = {
+        "seq_len": seq_len,
+        "global_batch": plan.global_batch,
+        "accumulation": plan.accumulation,
+        "causal": plan.causal,
+        "recompute": plan.recompute or "full",
+    }
+    if documents is not None:
+        fields["documents"] = documents
+    workload = build(Workload, fields, "resplit")
+    problem = Problem(cluster, model, workload, plan.exchange)
+    replicas = _resplit(Splitter(problem), plan)
+    layout = Layout(plan.strategy, replicas, plan.accumulation, plan.exchange.arrangement)
+    result = written(problem, evaluate(problem, layout), plan.strategy, {}, plan.notes)
+    result.validate()
+    return result
+
+
+def _resplit(splitter: Splitter, plan: Plan) -> tuple[Replica, ...]:
+    """Return all replicas split anew; those on alike ranks once."""
+    frame = Frame(plan.strategy, plan.accumulation, plan.exchange.arrangement)
+    solved: dict[object, tuple[Replica, list[int]]] = {}
+    replicas = []
+    for replica in plan.replicas:
+        grouping = [_ranks(replica, g) for g in range(len(replica.groups))]
+        ranks = [rank for group in grouping for rank in group]
+        make = (tuple(splitter.make(group) for group in grouping), replica.sequences)
+        if make not in solved:
+            cost = balanced(splitter, frame, grouping, replica.sequences, _ROUNDS, in_order=True)
+            solved[make] = (cost.layout.replicas[0], ranks)
+        found, old = solved[make]
+        replicas.append(moved(found, dict(zip(old, ranks, strict=True))))
+    return tuple(replicas)
+
+
+def _ranks(replica: ReplicaPlan, g: int) -> Ranks:
+    return tuple(share.rank for share in replica.groups[g].ranks)

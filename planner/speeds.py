@@ -1,0 +1,101 @@
+"""What one layer costs every rank, as the search sees it: seconds a token, a head, a byte.
+
+Forward counts as often as it runs: twice where it is recomputed in backward. Ranks that are alike
+in everything here, and stand in nodes that are alike, are of one *kind*; the search solves a group
+once for its kinds, however many groups there are of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hexiseq_triton.planner.fsdp import fsdp_seconds
+from hexiseq_triton.planner.memory import memory_model
+from hexiseq_triton.planner.problem import Problem, Work
+from hexiseq_triton.planner.rates import Floats, Ints
+
+LINEAR_FORWARD, LINEAR_BACKWARD, ATTENTION_FORWARD, ATTENTION_BACKWARD = range(4)
+IN_NODE, ACROSS, IN_NODE_LATENCY, ACROSS_LATENCY, SHARES_PORT, ROOM, EXCHANGE_ACROSS = range(4, 11)
+"""Columns of `Speeds.by_rank`."""
+
+HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, LAYER_SHARE, GATHER, REDUCE, PER_TOKEN = range(8)
+PER_Q_HEAD, PER_KV_HEAD, BUFFER = range(8, 11)
+"""Entries of `Speeds.shared`. LAYER_SHARE is what one forward pass of the layer takes of the first
+column of `by_rank`, the same on all ranks; GATHER and REDUCE are FSDP's seconds beside a layer's
+forward and backward."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The search's view of a problem.
+
+    `by_rank` is [ranks, 11]: seconds a token in the token-wise phases, forward with the logits, and
+    backward; seconds a head and group token in attention, forward and backward; seconds a byte in
+    an all-to-all, in the node and across; the two latencies; 1 if both share a port; bytes of
+    memory left for tokens and heads; seconds a byte of the exchange across nodes. `shared` holds
+    what is alike for all ranks, `kind` [ranks] numbers the kinds, `node` [ranks] the nodes.
+    """
+
+    by_rank: Floats
+    shared: Floats
+    kind: Ints
+    node: Ints
+
+    @classmethod
+    def of(cls, problem: Problem) -> Speeds:
+        rates, work, memory = problem.rates, problem.work, memory_model(problem)
+        model, workload = problem.model, problem.workload
+        times = 2 if workload.recompute == "full" else 1
+        logits = (1 + Work.BACKWARD_LINEAR) * work.logits_per_token / model.layers
+        gather, reduce_scatter = fsdp_seconds(problem)
+        pairs = work.attention_per_pair * workload.pairs_per_token
+        by_rank = np.stack(
+            [
+                (times * work.linear_per_token + logits) / rates.gemm_forward,
+                Work.BACKWARD_LINEAR * work.linear_per_token / rates.gemm_backward,
+                times * pairs / rates.attention_forward,
+                Work.BACKWARD_ATTENTION * pairs / rates.attention_backward,
+                1 / rates.in_node,
+                1 / rates.across_all_to_all,
+                rates.in_node_latency,
+                rates.across_latency,
+                rates.shares_port.astype(float),
+                rates.memory_limit - memory.fixed,
+                1 / rates.across,
+            ],
+            axis=1,
+        )
+        shared = np.array(
+            [
+                model.heads,
+                model.heads // model.kv_heads,
+                model.head_dim,
+                times,
+                work.linear_per_token / (times * work.linear_per_token + logits),
+                gather,
+                gather + reduce_scatter,
+                memory.per_token,
+                memory.per_q_head,
+                memory.per_kv_head,
+                memory.buffer_per_kv_head,
+            ]
+        )
+        return cls(by_rank, shared, _kinds(by_rank, rates.node), rates.node)
+
+
+def _kinds(by_rank: Floats, node: Ints) -> Ints:
+    """Number the ranks that are alike and whose nodes hold the same ranks."""
+    _, alike = np.unique(by_rank, axis=0, return_inverse=True)
+    order = np.lexsort((alike, node))
+    starts = np.flatnonzero(np.diff(node[order], prepend=-1))
+    number: dict[tuple[int, ...], int] = {}
+    node_kind = np.zeros(int(node.max()) + 1, dtype=np.int64)
+    for members in np.split(order, starts[1:]):
+        make = tuple(alike[members].tolist())
+        node_kind[node[members[0]]] = number.setdefault(make, len(number))
+    pairs = np.stack([node_kind[node], alike], axis=1)
+    _, kind = np.unique(pairs, axis=0, return_inverse=True)
+    result: Ints = kind.astype(np.int64)
+    return result

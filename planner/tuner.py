@@ -1,0 +1,93 @@
+"""The best grid of a kind: shapes pruned by a bound, the rest evaluated side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hexiseq_triton.planner.cost import Cost, evaluate
+from hexiseq_triton.planner.grid_bounds import excess_of, least_seconds
+from hexiseq_triton.planner.grids import Grid, Ranks, Shape, estimated_seconds, orders
+from hexiseq_triton.planner.problem import Problem
+
+_SHAPES_AT_FIRST = 4
+_ROWS_AT_ONCE = 1 << 13
+"""Rows of grids evaluated side by side: enough to hide the cost of a call, and still in cache."""
+
+
+@dataclass
+class Tuner:
+    """Finds the best of a baseline's layouts, and remembers what it has looked at."""
+
+    problem: Problem
+    _seconds: dict[Grid, float] = field(default_factory=dict)
+    _least: dict[tuple[Shape, Ranks], float] = field(default_factory=dict)
+    _costs: dict[Grid, Cost] = field(default_factory=dict)
+    _tried: dict[Ranks, dict[str, Ranks]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the cluster."""
+        return tuple(range(self.problem.cluster.world_size))
+
+    def best_grid(
+        self, wanted: Iterable[Shape], ranks: Ranks, to_beat: float = float("inf")
+    ) -> list[Cost]:
+        """Return the cost of the fastest grid that fits, or of the nearest to fitting.
+
+        Shapes come by rising bound, until none left can beat the best so far; each in all orders
+        of the ranks. Wanted shapes have one arrangement and one exchange. None is returned if none
+        can beat `to_beat` seconds.
+        """
+        problem = self.problem
+        excesses = {shape: excess_of(problem, shape, ranks) for shape in wanted}
+        fitting = [shape for shape, most in excesses.items() if most <= 1]
+        if not fitting:
+            nearest = min(excesses, key=lambda shape: excesses[shape])
+            return [self._cost(Grid(nearest, ranks))]
+        by_bound = sorted(fitting, key=lambda shape: self._bound(shape, ranks))
+        seconds: dict[Grid, float] = {}
+        start, at_once = 0, _SHAPES_AT_FIRST
+        while start < len(by_bound):
+            best = min(seconds.values(), default=to_beat)
+            grids = [
+                Grid(shape, order, suffix)
+                for shape in by_bound[start : start + at_once]
+                if self._bound(shape, ranks) < best
+                for suffix, order in self._orders(ranks).items()
+            ]
+            if not grids:
+                break
+            seconds |= self._estimated(grids)
+            start, at_once = start + at_once, max(1, _ROWS_AT_ONCE // len(ranks))
+        return self._first_fitting(sorted(seconds, key=lambda grid: seconds[grid]))
+
+    def _orders(self, ranks: Ranks) -> dict[str, Ranks]:
+        if ranks not in self._tried:
+            self._tried[ranks] = orders(self.problem, ranks)
+        return self._tried[ranks]
+
+    def _bound(self, shape: Shape, ranks: Ranks) -> float:
+        key = (shape, ranks)
+        if key not in self._least:
+            self._least[key] = least_seconds(self.problem, shape, ranks)
+        return self._least[key]
+
+    def _estimated(self, grids: Sequence[Grid]) -> dict[Grid, float]:
+        new = [grid for grid in grids if grid not in self._seconds]
+        if new:
+            found = estimated_seconds(self.problem, new).tolist()
+            self._seconds |= dict(zip(new, found, strict=True))
+        return {grid: self._seconds[grid] for grid in grids}
+
+    def _first_fitting(self, by_seconds: Sequence[Grid]) -> list[Cost]:
+        """Return the first that fits with whole tokens; the first if none does."""
+        for grid in by_seconds:
+            if self._cost(grid).fits:
+                return [self._cost(grid)]
+        return [self._cost(grid) for grid in by_seconds[:1]]
+
+    def _cost(self, grid: Grid) -> Cost:
+        if grid not in self._costs:
+            self._costs[grid] = evaluate(self.problem, grid.layout(self.problem))
+        return self._costs[grid]

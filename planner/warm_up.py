@@ -1,0 +1,37 @@
+"""Compile the search's inner loops, once for each machine, and say so if it takes a while."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from threading import Timer
+
+import numpy as np
+
+_PATIENCE_SECONDS = 1.5
+
+
+@cache
+def warm_up() -> None:
+    """Load the compiled loops from numba's cache, or compile them: some ten seconds, once."""
+    slow = Timer(
+        _PATIENCE_SECONDS,
+        lambda: print("hexiseq: compiling the planner, once for this machine", file=sys.stderr),
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        from hexiseq_triton.planner import estimate, inner
+        from hexiseq_triton.planner.speeds import BUFFER, EXCHANGE_ACROSS, HEADS, Q_PER_KV
+
+        by_rank = np.ones((2, EXCHANGE_ACROSS + 1))
+        shared = np.ones(BUFFER + 1)
+        shared[[HEADS, Q_PER_KV]] = 2, 1
+        node = np.zeros(2, dtype=np.int64)
+        tokens, heads = inner.split_group(2, 1, by_rank, node, shared, 0.0)
+        inner.directions(tokens, heads, by_rank, node, shared)
+        rates = estimate.group_rates(2, 1, by_rank, node, shared)[None, : estimate.BACKWARD + 1]
+        estimate.layer_seconds(2, rates.copy(), np.ones((1, 2)))
+        estimate.contiguous_seconds(2, 2, rates.copy(), np.ones((1, 2)))
+    finally:
+        slow.cancel()

@@ -1,0 +1,197 @@
+"""The memory model: what is counted, what grows with what, and the caps that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn_problems import drawn_layout, drawn_problem, problem_for
+from invented import MODEL, cluster_of, one_each, one_replica
+
+from hexiseq_triton.cross_entropy import CHUNK_ROWS
+from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.llama import Llama, LlamaConfig
+from hexiseq_triton.planner.cost import evaluate
+from hexiseq_triton.planner.memory import (
+    LOGITS_CHUNK_TOKENS,
+    group_token_caps,
+    memory_model,
+    peak_bytes,
+    token_caps,
+)
+from hexiseq_triton.planner.models import ModelSpec
+from hexiseq_triton.planner.plans import ExchangePlan, Plan, Split
+from hexiseq_triton.planner.problem import Group
+from hexiseq_triton.planner.rows import Rows
+from hexiseq_triton.rope import rope_tables
+from hexiseq_triton.segments import CAUSAL
+
+
+def test_states_are_sharded_evenly_and_limits_are_95_percent() -> None:
+    model = ModelSpec.load("7b")
+    two, four = (problem_for(cluster_of(n), model, seq_len=64) for n in (2, 4))
+
+    saved = memory_model(two).fixed - memory_model(four).fixed
+    assert saved == pytest.approx(16 * model.parameters * (1 / 2 - 1 / 4))
+    assert two.rates.memory_limit.tolist() == [9.5e9, 9.5e9]
+
+
+def test_the_chunk_of_logits_is_the_runtimes() -> None:
+    assert LOGITS_CHUNK_TOKENS == CHUNK_ROWS
+
+
+def test_full_recompute_keeps_one_layers_input_for_each_token() -> None:
+    shallow, deep = (
+        memory_model(problem_for(cluster_of(1), replace(MODEL, layers=n), seq_len=4096))
+        for n in (1, 5)
+    )
+    assert deep.per_token - shallow.per_token == pytest.approx(1.08 * 4 * 2 * MODEL.hidden)
+    assert deep.per_q_head == shallow.per_q_head
+
+
+def test_without_recompute_every_layer_keeps_its_activations_and_heads() -> None:
+    problem = problem_for(cluster_of(1), "7b", seq_len=4096)
+    kept = replace(problem, workload=replace(problem.workload, recompute="none"))
+
+    assert memory_model(kept).per_token > 5 * memory_model(problem).per_token
+    assert memory_model(kept).per_q_head > 5 * memory_model(problem).per_q_head
+    assert memory_model(kept).fixed == memory_model(problem).fixed
+
+
+def test_kept_activations_are_those_that_autograd_keeps() -> None:
+    shape = replace(MODEL, hidden=128, heads=8, kv_heads=2, head_dim=16, ffn=320, layers=2)
+    layer = Llama(LlamaConfig.from_spec(shape)).to(torch.bfloat16).blocks[0]
+    tokens, kept = 50, {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        if saved.dtype is torch.bfloat16 and saved.shape[0] == tokens:
+            kept[saved.untyped_storage().data_ptr()] = saved  # and so stays alive
+        return saved
+
+    x = torch.randn(tokens, 128, dtype=torch.bfloat16, requires_grad=True)
+    rope = rope_tables(torch.arange(tokens), 16, 10000.0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        layer(x, rope, _KeepsQKV.apply)
+    num_bytes = sum(saved.untyped_storage().nbytes() for saved in kept.values()) / tokens
+    num_bytes += 2 * 2 * 128  # the norms' inputs, which the CPU's norm keeps as float32 copies
+
+    one, two = (
+        memory_model(problem_for(cluster_of(1), spec, seq_len=64, recompute="none"))
+        for spec in (replace(shape, layers=1), shape)
+    )
+    predicted = two.per_token - one.per_token
+    predicted += 8 * (two.per_q_head - one.per_q_head) + 2 * (two.per_kv_head - one.per_kv_head)
+    assert predicted / 1.08 == pytest.approx(num_bytes + 8 * 4)  # and lse
+
+
+class _KeepsQKV(torch.autograd.Function):
+    """Keeps what attention keeps: q, k, v and the output."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.randn_like(q)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+
+def test_only_groups_that_exchange_need_buffers() -> None:
+    exchange = ExchangePlan(chunk_tokens=100, window=2)
+    problem = problem_for(cluster_of(2), MODEL, exchange, seq_len=1000)
+    together = one_replica(Group((0, 1), (500, 500), (2, 2)))
+    apart = one_each(500, 500)
+
+    memory = memory_model(problem)
+    # two batches of two chunks of 100 rows, in and out, K and V in bf16 and gradients in float32
+    assert memory.buffer_per_kv_head == pytest.approx(1.08 * 2 * 2 * 100 * 2 * 16 * 2 * (2 + 4))
+    rows = Rows.of(problem, apart)
+    without = memory.rank_bytes(replace(rows, replica=np.arange(2)))
+    assert (memory.rank_bytes(rows) - without).tolist() == pytest.approx(
+        [2 * memory.buffer_per_kv_head] * 2
+    )
+    assert memory.head_bytes(Rows.of(problem, together))[0] == pytest.approx(
+        1000 * (2 * memory.per_q_head + 1 * memory.per_kv_head)
+    )
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("heads", [((6,), (6,), (6,)), ((2, 4), (6,)), ((1, 2, 3), (3, 3), (6,))])
+def test_buffers_are_no_smaller_than_the_runtimes_pools(
+    heads: tuple[tuple[int, ...], ...], window: int
+) -> None:
+    exchange = ExchangePlan(chunk_tokens=100, window=window)
+    splits = [Split((600,) * len(group), group) for group in heads]
+    plan = Plan.from_splits(splits, exchange=exchange)
+    shape = replace(MODEL, heads=6, kv_heads=6, head_dim=16)
+    problem = problem_for(cluster_of(plan.world_size), shape, exchange, seq_len=plan.seq_len)
+    per_kv_head = memory_model(problem).buffer_per_kv_head
+
+    for share in plan.shares:
+        pools = BatchLayout(plan, share.rank, [plan.seq_len]).exchange(CAUSAL)
+        num_bytes = 0
+        for rows, each in ((pools.arrival_rows, 2 + 4), (pools.return_rows, 4)):
+            num_bytes += sum(n * (b - a) * 2 * 16 * each for (a, b), n in rows.items())
+        assert 0 < num_bytes <= share.num_kv_heads * per_kv_head
+
+
+def test_gathered_keys_take_the_whole_stream_and_rings_a_few_blocks() -> None:
+    problem = problem_for(cluster_of(4), MODEL, seq_len=4000)
+    rows = Rows.of(problem, one_each(1000, 1000, 1000, 1000))
+    memory = memory_model(problem)
+    without = memory.rank_bytes(replace(rows, replica=np.arange(4)))
+
+    for exchange, tokens in (("all_gather", 4000), ("rotation", 2000), ("double_ring", 4000)):
+        held = memory.rank_bytes(rows, exchange) - without  # type: ignore[arg-type]
+        assert held.tolist() == pytest.approx([2 * tokens * memory.block_per_kv_head] * 4)
+
+
+def test_idle_ranks_hold_their_shard() -> None:
+    problem = problem_for(cluster_of(3), MODEL, seq_len=1000)
+    used = peak_bytes(problem, Rows.of(problem, one_each(600, 400)))
+
+    assert used[2] == np.ceil(max(memory_model(problem).fixed, memory_model(problem).floor))
+    assert used[2] < used[1] < used[0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_tokens_or_heads_never_need_less(seed: int) -> None:
+    rng = Random(seed)
+    problem = drawn_problem(rng)
+    rows = Rows.of(problem, drawn_layout(rng, problem))
+    memory = memory_model(problem)
+    used = memory.rank_bytes(rows)
+
+    assert (memory.rank_bytes(replace(rows, tokens=rows.tokens + 1)) > used).all()
+    more = replace(rows, group_tokens=rows.group_tokens + 1)
+    assert (memory.rank_bytes(more) >= used).all()
+    assert (memory.rank_bytes(replace(rows, q_heads=rows.q_heads + 1)) >= used).all()
+
+
+@pytest.mark.parametrize("draw", range(20))
+def test_memory_caps_are_what_just_fits(draw: int) -> None:
+    problem = drawn_problem(Random(draw))
+    layout = drawn_layout(Random(draw), problem)
+    rows, memory = Rows.of(problem, layout), memory_model(problem)
+    limit = problem.rates.memory_limit[rows.rank]
+
+    caps = token_caps(problem, memory, rows)
+    for step, fits in ((0, True), (1, False)):
+        used = memory.rank_bytes(replace(rows, tokens=caps + step))
+        assert ((used <= limit) == fits).all()
+
+    group_caps = group_token_caps(problem, memory, rows)
+    room = token_caps(problem, memory, replace(rows, group_tokens=group_caps))
+    slack = rows.group_sizes  # each rank's room is rounded down to a token
+    assert (room >= 0).all()
+    assert (np.add.reduceat(room, rows.group_starts) + slack >= group_caps).all()
+
+
+def test_the_fullest_rank_decides_whether_a_layout_fits() -> None:
+    problem = problem_for(cluster_of(2), "3b", seq_len=1 << 20)
+    cost = evaluate(problem, one_replica(Group((0, 1), (1 << 19, 1 << 19), (20, 12))))
+
+    assert not cost.fits
+    assert cost.fullest_rank == 0

@@ -8,8 +8,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from hexiseq_triton.cli_files import gpus_command, import_app, schema_command
 from hexiseq_triton.cli_plan import plan_command
 from hexiseq_triton.cli_train import demo_command, launch_command, train_command
+from hexiseq_triton.cli_tune import tune_command
 from hexiseq_triton.errors import HexiSeqError
 
 
@@ -36,3 +38,7 @@ app.command("plan")(plan_command)
 app.command("train")(train_command)
 app.command("launch")(launch_command)
 app.command("demo")(demo_command)
+app.command("tune")(tune_command)
+app.command("gpus")(gpus_command)
+app.command("schema")(schema_command)
+app.add_typer(import_app, name="import", cls=_Commands)

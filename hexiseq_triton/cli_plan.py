@@ -3,73 +3,159 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from hexiseq_triton.cli_files import GpuFileOption
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.plan_tables import (
+    assumed_lines,
+    certificate_line,
+    print_line,
+    print_plan,
+    step_line,
+    terms_tables,
+)
+from hexiseq_triton.planner.certify import certify
 from hexiseq_triton.planner.clusters import Cluster
-from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.planner.cost import Cost
+from hexiseq_triton.planner.explain import cost_of
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan, RankShare
+from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.solve import SEARCH, STRATEGIES, plan
+from hexiseq_triton.planner.solve import max_seq_len as plan_longest
+from hexiseq_triton.planner.terms import Terms, terms_of
+from hexiseq_triton.planner.workload import Workload
+
+FILE_WIDTH = 120
+"""Columns of what goes to a file or another program."""
 
 
 def plan_command(
     cluster: Annotated[Path, typer.Option(help="cluster file (YAML)")],
     model: Annotated[str, typer.Option(help="preset name, config.json, or YAML file")],
-    seq_len: Annotated[int, typer.Option(help="tokens of one sequence")],
+    seq_len: Annotated[int | None, typer.Option(help="tokens of one sequence")] = None,
+    max_seq_len: Annotated[
+        bool, typer.Option("--max-seq-len", help="plan for the longest sequence that fits")
+    ] = False,
+    documents: Annotated[
+        str | None, typer.Option(help="lengths of the documents in a sequence: 3000,1096")
+    ] = None,
     global_batch: Annotated[int, typer.Option(help="sequences in one step")] = 8,
     accumulation: Annotated[
-        int | None, typer.Option(help="passes in one step; one a sequence if left out")
+        int | None, typer.Option(help="passes in one step; the planner's choice if left out")
     ] = None,
     recompute: Annotated[
         Literal["full", "none"], typer.Option(help="what backward computes again")
     ] = "full",
     strategy: Annotated[str, typer.Option(help=", ".join(STRATEGIES))] = SEARCH,
+    gpus: GpuFileOption = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="plan for GPUs that cannot run the kernels, too")
+    ] = False,
+    memory_limit_share: Annotated[
+        float, typer.Option(help="how much of each GPU's memory may be used")
+    ] = MEMORY_LIMIT_SHARE,
+    time_limit_seconds: Annotated[float | None, typer.Option(help="when to end the search")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="print what each rank's step consists of")
+    ] = False,
+    check_splits: Annotated[
+        bool, typer.Option("--certify", help="let CBC look for a better split in every group")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="write an HTML page with plots")] = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Find the fastest plan for training MODEL on CLUSTER."""
-    loaded_cluster, loaded_model = Cluster.load(cluster), ModelSpec.load(model)
+    if (seq_len is None) != max_seq_len:
+        raise ConfigError("give one of --seq-len and --max-seq-len")
+    if max_seq_len and documents is not None:
+        raise ConfigError("--documents fill a --seq-len; they say nothing of the longest sequence")
+    workload: dict[str, Any] = {
+        "global_batch": global_batch,
+        "accumulation": accumulation,
+        "recompute": recompute,
+        "documents": _lengths(documents),
+    }
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "what_if": what_if,
+        "memory_limit_share": memory_limit_share,
+        "time_limit_seconds": time_limit_seconds,
+    }
+    loaded_cluster, loaded_model = Cluster.load(cluster, gpus), ModelSpec.load(model)
     start = time.perf_counter()
-    result = plan(
-        loaded_cluster,
-        loaded_model,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        accumulation=accumulation,
-        recompute=recompute,
-        strategy=strategy,
-    )
+    if seq_len is None:
+        result = plan_longest(loaded_cluster, loaded_model, **workload, **options)
+    else:
+        result = plan(loaded_cluster, loaded_model, seq_len=seq_len, **workload, **options)
     planning_seconds = time.perf_counter() - start
+
+    cost = cost_of(result, loaded_cluster, loaded_model, Workload(result.seq_len, **workload))
     if out is not None:
         result.save(out)
+    if report is not None:
+        from hexiseq_triton.plan_report import write_report  # matplotlib is slow to import
+
+        write_report(report, result, loaded_cluster, terms_of(cost))
+    certificates = certify(cost) if check_splits else []
     if as_json:
-        print(json.dumps(plan_summary(result) | {"planning_seconds": planning_seconds}))
-    else:
-        print_plan(result, Console())
+        summary = plan_summary(result, loaded_cluster, terms_of(cost) if explain else None)
+        summary["certificates"] = [asdict(certificate) for certificate in certificates]
+        print(json.dumps(summary | {"planning_seconds": planning_seconds}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    print_plan(result, console)
+    for line in assumed_lines(loaded_cluster):
+        print_line(line, console)
+    if certificates:
+        print_line(certificate_line(certificates), console)
+    if explain:
+        _print_terms(result, cost, console)
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return what `--json` prints of a plan."""
-    predicted = plan.predicted
-    return {
+def _print_terms(plan: Plan, cost: Cost, console: Console) -> None:
+    for table in terms_tables(plan, terms_of(cost)):
+        console.print(table)
+    print_line(step_line(cost), console)
+
+
+def _lengths(documents: str | None) -> tuple[int, ...] | None:
+    """Return the lengths in "3000,1096"."""
+    if documents is None:
+        return None
+    try:
+        return tuple(int(length) for length in documents.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--documents is {documents!r}; it is lengths with commas between them"
+        ) from error
+
+
+def plan_summary(plan: Plan, cluster: Cluster, terms: Terms | None) -> dict[str, Any]:
+    """Return what `--json` prints of a plan, with the terms of its step if they are asked for."""
+    explained = {"terms": {name: list(values) for name, values in terms.items()}} if terms else {}
+    return explained | {
         "strategy": plan.strategy,
-        "predicted": predicted
-        and {
-            "step_seconds": predicted.step_seconds,
-            "tokens_per_second": predicted.tokens_per_second,
-        },
+        "seq_len": plan.seq_len,
+        "accumulation": plan.accumulation,
+        "sequences": [replica.sequences for replica in plan.replicas],
+        "executable": plan.executable,
+        "notes": plan.notes,
+        "predicted": plan.predicted and asdict(plan.predicted),
         "lower_bound_seconds": plan.lower_bound_seconds,
         "gap": plan.gap,
-        "baselines": {
-            name: {"step_seconds": baseline.step_seconds, "reason": baseline.reason}
-            for name, baseline in plan.baselines.items()
-        },
+        "gap_parts": plan.gap_parts,
+        "baselines": {name: asdict(baseline) for name, baseline in plan.baselines.items()},
+        "assumed": {gpu: cluster.assumed(gpu) for gpu in cluster.gpus},
         "groups": [
             {"replica": index, "ranks": [_rank_summary(share) for share in group.ranks]}
             for index, replica in enumerate(plan.replicas)
@@ -81,70 +167,3 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 def _rank_summary(share: RankShare) -> dict[str, Any]:
     fields = ("rank", "gpu", "tokens", "q_heads", "kv_heads", "memory_bytes", "memory_limit_bytes")
     return {field: getattr(share, field) for field in fields}
-
-
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print who holds what, what it is predicted to take, and what it was compared with."""
-    console.print(plan_table(plan))
-    if plan.baselines:
-        console.print(baseline_table(plan))
-    if plan.predicted and plan.lower_bound_seconds is not None and plan.gap is not None:
-        console.print(
-            f"{plan.predicted.step_seconds:.4g} s a step, "
-            f"{plan.predicted.tokens_per_second:,.0f} tokens/s; no plan can be faster than "
-            f"{plan.lower_bound_seconds:.4g} s (gap {plan.gap:.1%})"
-        )
-
-
-def plan_table(plan: Plan) -> Table:
-    """Return a table with one row a rank, a section a group; unknown figures are a dash."""
-    table = Table(title=plan.strategy)
-    for name in ("group", "rank", "gpu", "node"):
-        table.add_column(name)
-    for name in ("tokens", "query heads", "KV heads", "busy s", "memory GB"):
-        table.add_column(name, justify="right")
-    groups = [(r, group) for r, replica in enumerate(plan.replicas) for group in replica.groups]
-    for index, (replica, group) in enumerate(groups):
-        label = str(index) if len(plan.replicas) == 1 else f"{index} (replica {replica})"
-        for share in group.ranks:
-            table.add_row(label, *_cells(share))
-            label = ""
-        table.add_section()
-    return table
-
-
-def _cells(share: RankShare) -> list[str]:
-    memory = "-"
-    if share.memory_bytes is not None and share.memory_limit_bytes is not None:
-        memory = f"{share.memory_bytes / 1e9:.1f} of {share.memory_limit_bytes / 1e9:.1f}"
-    return [
-        str(share.rank),
-        share.gpu or "-",
-        share.node or "-",
-        f"{share.tokens:,}",
-        _heads(share.q_heads),
-        _heads(share.kv_heads),
-        "-" if share.seconds is None else f"{share.seconds:.4g}",
-        memory,
-    ]
-
-
-def _heads(heads: HeadRange) -> str:
-    return f"[{heads[0]}, {heads[1]})"
-
-
-def baseline_table(plan: Plan) -> Table:
-    """Return a table of the layouts the plan was compared with."""
-    table = Table(title="baselines")
-    table.add_column("layout")
-    table.add_column("seconds a step", justify="right")
-    table.add_column("plan is faster by", justify="right")
-    table.add_column("note")
-    for name, baseline in plan.baselines.items():
-        seconds, ratio = "-", "-"
-        if baseline.step_seconds is not None:
-            seconds = f"{baseline.step_seconds:.4g}"
-            if plan.predicted:
-                ratio = f"{baseline.step_seconds / plan.predicted.step_seconds:.2f}x"
-        table.add_row(name, seconds, ratio, baseline.reason or "")
-    return table

@@ -93,6 +93,7 @@ def _agree_on_plan(
     try:
         loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
         loaded.validate()
+        loaded.check_executable()
         answer = f"plan {loaded.digest}"
     except HexiSeqError as error:
         answer = f"failed: {error}"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.cli_plan import print_plan
+from hexiseq_triton.plan_tables import print_plan
 from hexiseq_triton.planner import Plan
 
 if TYPE_CHECKING:

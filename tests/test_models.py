@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from hexiseq_triton.cli import app
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.files import build
 from hexiseq_triton.planner.models import ModelSpec, presets
@@ -79,6 +81,62 @@ def test_hugging_face_gpt2_has_a_plain_mlp_of_four_times_hidden(tmp_path: Path) 
     assert (model.gated, model.ffn, model.kv_heads, model.head_dim) == (False, 3072, 12, 64)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # one KV head for all query heads, whatever the library's default says of KV heads
+        (
+            {"model_type": "falcon", "multi_query": True, "num_kv_heads": 71},
+            {"kv_heads": 1, "gated": False, "tied": True, "ffn": 4 * 4544},
+        ),
+        # the newer shape groups its KV heads
+        (
+            {"multi_query": True, "num_kv_heads": 8, "new_decoder_architecture": True}
+            | {"num_attention_heads": 128, "hidden_size": 8192},
+            {"kv_heads": 8, "head_dim": 64},
+        ),
+        ({"model_type": "opt", "ffn_dim": 999, "num_attention_heads": 64}, {"ffn": 999}),
+        ({"tie_word_embeddings": False, "model_type": "opt"}, {"tied": False}),
+        ({"sliding_window": None}, {"kv_heads": 71}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {"tied": False}),
+    ],
+)
+def test_hugging_face_families_keep_their_habits(
+    tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    common = {"model_type": "any", "hidden_size": 4544, "num_hidden_layers": 32}
+    common |= {"num_attention_heads": 71, "vocab_size": 65024}
+    model = ModelSpec.load(config_file(tmp_path, common | config))
+
+    assert {field: getattr(model, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "what"),
+    [
+        ("num_local_experts", 8, "a mixture of experts"),
+        ("n_routed_experts", 256, "a mixture of experts"),
+        ("kv_lora_rank", 512, "latent attention"),
+        ("sliding_window", 4096, "a sliding window"),
+    ],
+)
+def test_what_the_cost_model_does_not_know_is_refused(
+    tmp_path: Path, field: str, value: int, what: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{field} is {value}; the cost model doesn't know {what}"
+    ):
+        ModelSpec.load(config_file(tmp_path, LLAMA | {field: value}))
+
+
+def test_the_import_command_prints_a_model_file(tmp_path: Path) -> None:
+    printed = CliRunner().invoke(app, ["import", "model", str(config_file(tmp_path, LLAMA))])
+    file = tmp_path / "model.yaml"
+    file.write_text(printed.stdout, encoding="utf-8")
+
+    assert ModelSpec.load(file) == ModelSpec.load("llama3-8b")
+
+
 def test_yaml_file_of_the_fields_loads(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{layers: 2, hidden: 64, heads: 4, ffn: 128, vocab: 99}", encoding="utf-8")
@@ -118,9 +176,9 @@ def test_presets_hold_the_shapes_of_the_papers() -> None:
 
 
 def test_a_pass_holds_one_sequence_unless_told_otherwise() -> None:
-    assert (Workload(100).accumulation, Workload(100).sequences) == (8, 1)
+    assert Workload(100).accumulations == (1, 2, 4, 8)
     packed = Workload(100, global_batch=6, accumulation=2)
-    assert (packed.sequences, packed.stream_tokens) == (3, 300)
+    assert (packed.accumulations, packed.step_tokens) == ((2,), 600)
 
 
 def test_passes_must_be_alike() -> None:

@@ -1,0 +1,1 @@
+"""Drop-ins for other libraries. Each module imports its library; nothing else here does."""

@@ -1,0 +1,262 @@
+"""Hugging Face transformers: any decoder model under an uneven plan, through its public hooks.
+
+    hf.register()                                   # once a process
+    model.set_attn_implementation("hexiseq")
+    batch = hf.shard(context, {"input_ids": ids, "labels": labels}, cu_seqlens=cu_seqlens)
+    logits = model(**batch.inputs).logits           # this rank's tokens
+    loss = batch.token_mean(logits, grad_average=context.mesh.size())
+
+The context and the layout travel with the call, as its keyword `hexiseq`: nothing is kept between
+calls, so two plans can take turns in one process. transformers' attention functions get q, k and v
+as [1, heads, T, D], already turned by RoPE, and return [1, T, heads, D].
+
+A rank without tokens would call its model with none, which transformers' models do not take. It
+runs one padding token instead: a document of its own that nothing attends to, without a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hexiseq_triton.attention import hexiseq_attention
+from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.errors import InputError
+from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
+
+NAME = "hexiseq"
+PADDING_TOKEN = 0
+_LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def register(name: str = NAME) -> None:
+    """Make `model.set_attn_implementation(name)` known to transformers; again is harmless.
+
+    Raises:
+        InputError: if transformers would take `name` for one of its own flash kernels.
+    """
+    if "flash" in name:
+        raise InputError(f"name is {name!r}; transformers treats names with 'flash' specially")
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, no_mask)
+
+
+@dataclass(frozen=True)
+class HFBatch:
+    """One rank's tokens of a batch, as transformers' models take them.
+
+    Attributes:
+        context: the live plan.
+        local: this rank's rows; labels are shifted.
+    """
+
+    context: ParallelContext
+    local: LocalBatch
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether this rank has no token and runs the padding token instead."""
+        return self.local.layout.num_tokens == 0
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the model is called with: ids and positions as [1, T], and this batch."""
+        return {
+            "input_ids": self._row(self.local["input_ids"], PADDING_TOKEN),
+            "position_ids": self._row(self.local.position_ids, 0),
+            "use_cache": False,
+            NAME: self,
+        }
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The next token of each token, [1, T] int64; -100 where none counts."""
+        return self._row(self.local["labels"], IGNORED_LABEL)
+
+    @property
+    def num_label_tokens(self) -> int:
+        """This rank's tokens that have a label."""
+        return int((self.local["labels"] != IGNORED_LABEL).sum())
+
+    def token_mean(
+        self, logits: torch.Tensor, *, grad_average: int, num_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Return the mean cross entropy over all ranks' labels; a collective call.
+
+        Args:
+            logits: this rank's, [1, T, vocab].
+            grad_average: over how many ranks the wrapper averages gradients: FSDP2's or DDP's
+                mesh size; 1 without a wrapper.
+            num_tokens: this rank's labels of the whole step, where the step has several passes;
+                those of this batch if left out.
+        """
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1),
+            self.labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+        )
+        count = self.num_label_tokens if num_tokens is None else num_tokens
+        return self.context.token_mean(loss, count, grad_average=grad_average)
+
+    def _row(self, x: torch.Tensor, padding: int) -> torch.Tensor:
+        return F.pad(x, (0, int(self.is_padded)), value=padding)[None]
+
+
+def shard(
+    context: ParallelContext,
+    batch: Mapping[str, torch.Tensor] | None,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    source: int | None = None,
+) -> HFBatch:
+    """Return this rank's tokens of a batch from a collator; a collective call of the replica.
+
+    Documents come from `cu_seqlens`, or the batch's `cu_seq_lens_q`, or where its `position_ids`
+    do not count on; else each row of `input_ids` is one. Labels are shifted here.
+
+    Args:
+        context: the live plan.
+        batch: the replica's whole batch: `input_ids` and, to train, `labels`, [B, S] or [T].
+        cu_seqlens: bounds of the documents in the stream of B * S tokens, [docs + 1].
+        source: as in `ParallelContext.shard`.
+
+    Raises:
+        InputError: if the batch is padded or malformed, or differs between ranks.
+    """
+    if batch is not None:
+        cu_seqlens = _documents(batch) if cu_seqlens is None else cu_seqlens
+        dropped = (*_LENGTHS, "attention_mask", "position_ids")
+        batch = {name: tensor for name, tensor in batch.items() if name not in dropped}
+    return HFBatch(context, context.shard(batch, cu_seqlens=cu_seqlens, source=source))
+
+
+def _documents(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the bounds of the documents that the batch itself tells of."""
+    mask = batch.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise InputError(
+            "attention_mask hides tokens; pack the documents without padding, for example with "
+            "DataCollatorWithFlattening"
+        )
+    bounds = batch.get("cu_seq_lens_q")
+    if bounds is not None:
+        return bounds.flatten()
+    positions = batch.get("position_ids")
+    if positions is None:
+        return None
+    rows = positions.reshape(-1, positions.shape[-1])
+    begins = rows != F.pad(rows, (1, 0))[:, :-1] + 1
+    begins[:, 0] = True
+    starts = begins.flatten().nonzero().flatten()
+    return F.pad(starts, (0, 1), value=rows.numel())
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers asks; the function behind the name.
+
+    Args:
+        module: the model's attention layer; its `is_causal` holds unless the argument is given.
+        query: [1, H, T, D].
+        key: [1, H_kv, T, D].
+        value: as key.
+        attention_mask: only None.
+        scaling: multiplies q . k; D ** -0.5 if left out.
+        dropout: only 0.0.
+        sliding_window: tokens that a token sees, itself included.
+        softcap: caps scores at c * tanh(s / c).
+        s_aux: learnable sinks, [H].
+        is_causal: a token sees none after itself.
+        arguments: the model call's others, `hexiseq` among them.
+
+    Returns:
+        The output, [1, T, H, D], and no attention weights.
+
+    Raises:
+        InputError: if `hexiseq` is missing, or something is asked for that is not supported.
+    """
+    batch = arguments.get(NAME)
+    if not isinstance(batch, HFBatch):
+        raise InputError(
+            f"the model was called without {NAME}=; call it as model(**batch.inputs) with the "
+            "batch of hexiseq_triton.integrations.hf.shard"
+        )
+    _check(batch, query, key, attention_mask, dropout)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    rows = batch.local.layout.num_tokens
+    q, k, v = (x[0].transpose(0, 1)[:rows] for x in (query, key, value))
+    out = hexiseq_attention(
+        q,
+        k,
+        v,
+        batch.context,
+        batch.local.layout,
+        softmax_scale=scaling,
+        causal=causal,
+        window_size=_window(sliding_window, causal),
+        softcap=softcap or 0.0,
+        learnable_sink=s_aux,
+    )
+    return F.pad(out, (0, 0, 0, 0, 0, int(batch.is_padded)))[None], None
+
+
+def _check(
+    batch: HFBatch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+) -> None:
+    rows = batch.local.layout.num_tokens + batch.is_padded
+    if dropout:
+        raise InputError(
+            f"attention dropout is {dropout}; it is not supported: set attention_dropout to 0.0"
+        )
+    if attention_mask is not None:
+        raise InputError("the model passes an attention mask or bias; only packed documents work")
+    if key.shape[2] != query.shape[2]:
+        raise InputError(
+            f"{query.shape[2]} queries meet {key.shape[2]} keys; decoding with a KV cache is not "
+            "supported: call the model with use_cache=False"
+        )
+    if query.shape[0] != 1 or query.shape[2] != rows:
+        raise InputError(
+            f"attention got [{query.shape[0]}, {query.shape[2]}] tokens; the batch holds "
+            f"[1, {rows}]: call the model as model(**batch.inputs)"
+        )
+
+
+def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
+    """Return flash-attention's window: it does not count the token itself, transformers does."""
+    if sliding_window is None:
+        return (-1, -1)
+    return (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
+    """Make no mask: the layout knows the documents.
+
+    Raises:
+        InputError: if the model was called with a mask that hides tokens.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError("attention_mask hides tokens; call the model as model(**batch.inputs)")

@@ -1,0 +1,350 @@
+"""transformers' models under uneven plans equal themselves, unmodified, in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pool import TIMEOUT, Pool
+from torch import nn
+
+from hexiseq_triton.context import ParallelContext, init
+from hexiseq_triton.errors import InputError
+from hexiseq_triton.planner import Plan, Split
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 9}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 9, "attn_logit_softcapping": 2.0}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"sliding_window": 9, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+LENGTHS = [[31, 1, 40, 0, 24], [96], [5, 60, 31]]
+"""Documents of three passes, 96 tokens each."""
+
+PLANS = {
+    # ranks 1 and 3 have no token, rank 3 no head either; rank 4 is idle
+    "uneven": Plan.from_splits(
+        [Split((40, 0), (5, 3)), Split((56, 0), (8, 0))], num_kv_heads=2, world_size=5
+    ),
+    "even": Plan.from_splits(
+        [Split((24, 24), (4, 4)), Split((24, 24), (4, 4))], num_kv_heads=2, world_size=5
+    ),
+}
+
+
+def small_model(name: str) -> nn.Module:
+    """Return a model with random weights, the same in every process."""
+    config_name, extra = CONFIGS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_name)(**(SMALL | extra))
+    config._attn_implementation = "eager"
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+def import_all(rank: int) -> None:
+    """Worker: import what the tests need, which takes long, before anybody waits for anybody."""
+    from hexiseq_triton.integrations import hf
+
+    hf.register()
+    for name in CONFIGS:
+        small_model(name)
+
+
+@pytest.fixture(scope="module")
+def ready(pool: Pool) -> Pool:
+    """The pool, once every process has imported transformers."""
+    pool.run(import_all)
+    return pool
+
+
+def stream(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
+    """Return a packed batch [1, T] as a collator makes it: ids, unshifted labels, positions."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, SMALL["vocab_size"], (1, sum(lengths)), generator=generator)
+    labels = ids.clone()
+    labels[0, ::7] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def alone(
+    model: nn.Module, batches: list[dict[str, torch.Tensor]], lengths: list[list[int]]
+) -> dict[str, Any]:
+    """Return logits, loss and gradients of one step of the unmodified model in one process.
+
+    Each document runs for itself: not every model keeps packed documents apart.
+    """
+    documents = []
+    for batch, counts in zip(batches, lengths, strict=True):
+        parts = (batch[name][0].split(counts) for name in ("input_ids", "labels"))
+        documents.append(
+            [(ids, labels[1:]) for ids, labels in zip(*parts, strict=True) if len(ids)]
+        )
+    total = sum(int((labels != -100).sum()) for packed in documents for _, labels in packed)
+    logits, loss = [], torch.zeros(())
+    for packed in documents:
+        found = []
+        for ids, labels in packed:
+            out = model(ids[None], use_cache=False).logits[0]
+            found.append(out.detach())
+            part = nn.functional.cross_entropy(out[:-1], labels, reduction="sum") / total
+            part.backward()
+            loss = loss + part.detach()
+        logits.append(torch.cat(found))
+    return {"logits": logits, "loss": loss, "grads": gradients(model)}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        found[name.removeprefix("module.")] = grad.detach().clone()
+    return found
+
+
+def wrapped(model: nn.Module, wrapper: str, context: ParallelContext) -> tuple[nn.Module, int]:
+    """Return the model in its wrapper, and over how many ranks that averages gradients."""
+    if wrapper == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=context.mesh)
+        return fully_shard(model, mesh=context.mesh), context.mesh.size()
+    if wrapper == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        unused = any("sinks" in name or "expert" in name for name, _ in model.named_parameters())
+        group = context.world_group
+        model = DistributedDataParallel(model, process_group=group, find_unused_parameters=unused)
+        return model, context.mesh.size()
+    return model, 1
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+
+
+def train_step(
+    rank: int, plan: Plan, name: str, wrapper: str, num_passes: int, checkpoint: bool = False
+) -> dict[str, float]:
+    """Worker: one step of a model under a plan; return its largest relative differences."""
+    from hexiseq_triton.integrations import hf
+
+    batches = [stream(lengths, seed) for seed, lengths in enumerate(LENGTHS[:num_passes])]
+    model = small_model(name)
+    expected = alone(copy.deepcopy(model), batches, LENGTHS[:num_passes])
+    model.set_attn_implementation("hexiseq")
+    if checkpoint:
+        model.gradient_checkpointing_enable()
+    differences = {"logits": 0.0}
+    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+        model, grad_average = wrapped(model, wrapper, context)
+        shards = [hf.shard(context, batch) for batch in batches]
+        num_tokens = sum(batch.num_label_tokens for batch in shards)
+        loss = torch.zeros(())
+        for batch, whole in zip(shards, expected["logits"], strict=True):
+            logits = model(**batch.inputs).logits
+            rows = batch.local.layout.num_tokens
+            gathered = context.unshard(logits.detach()[0, :rows], batch.local.layout)
+            if context.replica is not None:
+                differences["logits"] = max(differences["logits"], relative(gathered, whole))
+            part = batch.token_mean(logits, grad_average=grad_average, num_tokens=num_tokens)
+            part.backward()
+            loss += part.detach()
+        grads = gradients(model)
+        if wrapper == "plain":
+            for grad in grads.values():
+                torch.distributed.all_reduce(grad)
+    differences["loss"] = relative(loss, expected["loss"])
+    differences["grads"] = max(
+        relative(grads[key], grad) for key, grad in expected["grads"].items()
+    )
+    return differences
+
+
+def assert_equal(found: list[dict[str, float]]) -> None:
+    for rank, differences in enumerate(found):
+        assert all(value < 1e-5 for value in differences.values()), (rank, differences)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_equals_itself_in_one_process(ready: Pool, name: str) -> None:
+    assert_equal(ready.run(train_step, PLANS["uneven"], name, "plain", 1))
+
+
+@pytest.mark.parametrize("num_passes", [1, 3])
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp2", "ddp"])
+def test_every_wrapper_and_accumulation(ready: Pool, wrapper: str, num_passes: int) -> None:
+    for name in ("llama", "qwen3", "mistral"):
+        assert_equal(ready.run(train_step, PLANS["uneven"], name, wrapper, num_passes))
+
+
+def test_checkpointed_layers_attend_again(ready: Pool) -> None:
+    assert_equal(ready.run(train_step, PLANS["even"], "llama", "fsdp2", 1, True))
+
+
+def perturbed(rank: int, plan: Plan) -> bool:
+    """Worker: whether document B's logits stay the same bits when document A changes."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    model.set_attn_implementation("hexiseq")
+    batch = stream([50, 46], 0)
+    other = copy.deepcopy(batch)
+    other["input_ids"][0, :50] = 1
+    with init(plan, device="cpu", timeout=TIMEOUT) as context, torch.no_grad():
+        found = []
+        for each in (batch, other):
+            local = hf.shard(context, each)
+            logits = model(**local.inputs).logits[0, : local.local.layout.num_tokens]
+            found.append(context.unshard(logits, local.local.layout)[50:])
+    return torch.equal(*found)
+
+
+def test_documents_do_not_touch_each_other(ready: Pool) -> None:
+    assert all(ready.run(perturbed, PLANS["uneven"]))
+
+
+def two_plans(rank: int) -> float:
+    """Worker: two contexts take turns; return the logits' difference."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    batch = stream(LENGTHS[0], 0)
+    with torch.no_grad():
+        documents = batch["input_ids"].split(LENGTHS[0], dim=1)
+        expected = torch.cat(
+            [model(ids, use_cache=False).logits[0] for ids in documents if len(ids[0])]
+        )
+        model.set_attn_implementation("hexiseq")
+        worst = 0.0
+        with (
+            init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as first,
+            init(PLANS["even"], device="cpu", timeout=TIMEOUT) as second,
+        ):
+            shards = [hf.shard(context, batch) for context in (first, second)]
+            for local in (*shards, *reversed(shards)):
+                logits = model(**local.inputs).logits[0, : local.local.layout.num_tokens]
+                whole = local.context.unshard(logits, local.local.layout)
+                if local.context.replica is not None:
+                    worst = max(worst, relative(whole, expected))
+    return worst
+
+
+def test_two_contexts_take_turns(ready: Pool) -> None:
+    assert max(ready.run(two_plans)) < 1e-5
+
+
+def document_sources(rank: int) -> list[list[int]]:
+    """Worker: the document lengths found from each thing a collator may tell them by."""
+    from hexiseq_triton.integrations import hf
+
+    batch = stream(LENGTHS[2], 0)
+    ids = {"input_ids": batch["input_ids"]}
+    bounds = torch.tensor([0, *LENGTHS[2]]).cumsum(0)
+    with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
+        told = [
+            hf.shard(context, ids, cu_seqlens=bounds),
+            hf.shard(context, ids | {"cu_seq_lens_q": bounds[None].int()}),
+            hf.shard(context, ids | {"position_ids": batch["position_ids"]}),
+            hf.shard(context, ids | {"attention_mask": torch.ones(1, 96)}),
+        ]
+        return [list(each.local.layout.document_lengths) for each in told]
+
+
+def test_documents_come_from_what_the_collator_tells(ready: Pool) -> None:
+    found = ready.run(document_sources)[0]
+    assert found == [LENGTHS[2], LENGTHS[2], LENGTHS[2], [96]]
+
+
+def refused(rank: int, what: str) -> str:
+    """Worker: what a call with something unsupported raises."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    model.set_attn_implementation("hexiseq")
+    batch = stream([96], 0)
+    with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
+        local = hf.shard(context, batch)
+        inputs = local.inputs
+        if what == "batch":
+            del inputs["hexiseq"]
+        elif what == "dropout":
+            for layer in model.model.layers:
+                layer.self_attn.attention_dropout = 0.1
+        elif what == "mask":
+            inputs["attention_mask"] = torch.zeros(inputs["input_ids"].shape)
+        elif what == "tokens":
+            inputs |= {key: inputs[key][:, :3] for key in ("input_ids", "position_ids")}
+        elif what == "cache":
+            inputs["use_cache"] = True
+            cache = transformers.DynamicCache(config=model.config)
+            shape = (1, 2, 3, 16)
+            for layer in range(2):
+                cache.update(torch.zeros(shape), torch.zeros(shape), layer)
+            inputs["cache"] = cache
+        try:
+            model(**inputs)
+        except InputError as error:
+            return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("batch", "called without hexiseq="),
+        ("dropout", "attention dropout is 0.1"),
+        ("mask", "attention_mask hides tokens"),
+        ("tokens", "the batch holds"),
+        ("cache", "decoding with a KV cache"),
+    ],
+)
+def test_what_is_not_supported_is_named(ready: Pool, what: str, message: str) -> None:
+    for found in ready.run(refused, what)[:4]:
+        assert message in found
+
+
+def test_names_with_flash_are_refused() -> None:
+    from hexiseq_triton.integrations import hf
+
+    with pytest.raises(InputError, match="flash"):
+        hf.register("my_flash")
+
+
+def padded_batch(rank: int) -> str:
+    """Worker: what a padded batch raises."""
+    from hexiseq_triton.integrations import hf
+
+    mask = torch.ones(2, 48)
+    mask[1, 40:] = 0
+    with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
+        try:
+            hf.shard(context, {"input_ids": torch.ones(2, 48).long(), "attention_mask": mask})
+        except InputError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_padding_is_refused(ready: Pool) -> None:
+    assert all("without padding" in found for found in ready.run(padded_batch))

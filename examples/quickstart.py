@@ -2,7 +2,7 @@ import torch
 
 import hexiseq_triton as hx
 
-plan = hx.plan("examples/clusters/2-fast-2-slow.yaml", "tiny", seq_len=4096)  # who owns what
+plan = hx.plan("examples/clusters/2-fast-2-slow.yaml", "tiny", seq_len=4096, global_batch=1)
 with hx.init(plan) as context:  # binds the plan to the 4 running processes
     ids = torch.randint(256, (4096,), generator=torch.Generator().manual_seed(0))
     cu_seqlens = torch.tensor([0, 1000, 4096])  # two packed documents

@@ -21,7 +21,7 @@ docs/hopper-kernels.md explains the lines marked "for the compiler".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hexiseq_triton.kernels.blocks import VARYING
@@ -61,9 +61,9 @@ from hexiseq_triton.kernels.hopper.blocks import (
 from hexiseq_triton.kernels.hopper.guard import Guarded
 from hexiseq_triton.kernels.hopper.softmax import quad_sum, rescale, softmax_step
 from hexiseq_triton.kernels.launch import Launch
+from hexiseq_triton.kernels.options import Segments
 from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
-from hexiseq_triton.segments import Segment
 
 ROWS = gl.constexpr(64)  # query rows of a consumer
 
@@ -409,8 +409,8 @@ def prepare(
     o: Form,
     lse: Form,
     out: Form,
-    q_segments: Sequence[Segment],
-    kv_segments: Sequence[Segment],
+    q_segments: Segments,
+    kv_segments: Segments,
     *,
     first: bool,
     last: bool,

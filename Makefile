@@ -31,14 +31,16 @@ types: install
 test: install
 	$(PYTHON) -m pytest tests
 
-# the same tests on a regular, not editable, installation, which stands before the editable one
+# On a regular, not editable, installation, which stands before the editable one: tests that between them use every
+# packaged folder, data file, command and compiled kernel.
 INSTALLED_COPY := $(abspath build/installed)
+INSTALLED_TESTS := $(patsubst %,tests/test_%.py,cli_plan compile gpus hopper launch ops pack readme schema train tune)
 test-installed: install
 	rm -rf build
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target $(INSTALLED_COPY) .
 	cd / && PYTHONPATH=$(INSTALLED_COPY) $(abspath $(PYTHON)) -c \
 		"import hexiseq_triton as hx; assert hx.__file__.startswith('$(INSTALLED_COPY)'), hx.__file__"
-	PYTHONPATH=$(INSTALLED_COPY) $(PYTHON) -m pytest tests
+	PYTHONPATH=$(INSTALLED_COPY) $(PYTHON) -m pytest $(INSTALLED_TESTS)
 
 test-gpu: install
 	$(PYTHON) -m pytest tests -m "gpu or multigpu"

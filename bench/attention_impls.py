@@ -21,6 +21,7 @@ from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.segments import CAUSAL, whole_documents
 
 DEVICE = "cuda"
+Call = Callable[[], object]
 
 
 class Unsupported(Exception):
@@ -62,11 +63,11 @@ class Problem:
 class Calls:
     """What to time."""
 
-    forward: Callable[[], object]
-    backward: Callable[[], object]
+    forward: Call
+    backward: Call
 
 
-def hexiseq(problem: Problem) -> Calls:
+def hexiseq(problem: Problem, sm_margin: int = 0) -> Calls:
     """Return this package's general kernels, tile map and all."""
     from hexiseq_triton.kernels.backward import attention_backward
     from hexiseq_triton.kernels.delta import row_dots
@@ -85,11 +86,13 @@ def hexiseq(problem: Problem) -> Calls:
     lse = torch.empty(q.shape[1], q.shape[0], device=DEVICE)
 
     def forward() -> None:
-        attention_forward(q, k, v, None, lse, *call, first=True, out=out)
+        attention_forward(q, k, v, None, lse, *call, first=True, out=out, sm_margin=sm_margin)
 
     def backward() -> None:
         delta = row_dots(do, out)
-        attention_backward(q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False)
+        attention_backward(
+            q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False, sm_margin=sm_margin
+        )
 
     forward()
     return Calls(forward, backward)
@@ -98,16 +101,18 @@ def hexiseq(problem: Problem) -> Calls:
 def hexiseq_portable(problem: Problem) -> Calls:
     """Return the kernels for all cards, also where the Hopper kernels would run."""
     calls = hexiseq(problem)
-
-    def portable(call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            with patch.object(guard, "runs", lambda *_: False):
-                call()
-
-        return run
-
     portable(calls.forward)()
     return Calls(portable(calls.forward), portable(calls.backward))
+
+
+def portable(call: Call) -> Call:
+    """Return the call with the kernels for all cards."""
+
+    def run() -> None:
+        with patch.object(guard, "runs", lambda *_: False):
+            call()
+
+    return run
 
 
 def cudnn(problem: Problem) -> Calls:

@@ -11,35 +11,30 @@ in the same process on the same card. Medians of CUDA events.
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from attention_impls import BACKWARD_RUNS_FORWARD, DEVICE, IMPLS, Problem, Unsupported
-from measure import event_ms, record, timed
-
-from hexiseq_triton.kernels import AttentionOptions, HeadMap
-from hexiseq_triton.segments import FULL, Segment
+from attention_impls import BACKWARD_RUNS_FORWARD, IMPLS, Call, Problem, Unsupported, portable
+from measure import event_ms, long_tail, record, timed
+from paired import carried
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
-def long_tail(total: int) -> tuple[int, ...]:
-    """Return document lengths drawn log-normally, median 1,100 tokens, that add up to `total`."""
-    draw = random.Random(0)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        length = min(max(16, int(draw.lognormvariate(7.0, 1.3))), 32768)
-        lengths.append(min(length, total - sum(lengths)))
-    return tuple(lengths)
-
-
 DENSE = [(16384, 128), (65536, 128), (16384, 64), (4096, 128)]
 DOCUMENTS = long_tail(65536)
+CARRIED: dict[str, tuple[int, Callable[[Call], Call]]] = {
+    "hexiseq": (8, lambda call: call),
+    "hexiseq-one-launch": (1, lambda call: call),
+    "hexiseq-portable": (8, portable),
+    "hexiseq-portable-one-launch": (1, portable),
+}
+"""How many chunks, one a launch, and with which kernels."""
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -79,32 +74,13 @@ def timed_again(function: Any) -> float:
     return median(event_ms(function) for _ in range(7))
 
 
-@pytest.mark.parametrize("num_launches", [1, 8])
-def bench_carried(benchmark: Any, num_launches: int) -> None:
+@pytest.mark.parametrize("impl", CARRIED)
+def bench_carried(benchmark: Any, impl: str) -> None:
     """64K queries fully see 64K keys that arrive in chunks; state passes through float32."""
-    from hexiseq_triton.kernels.forward import attention_forward
-
-    tokens, head_dim = 65536, 128
-    problem = Problem((tokens,), head_dim)
-    q, k, v, _ = problem.inputs
-    o = torch.empty(q.shape, device=DEVICE)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[1], tokens, device=DEVICE)
-    call = (HeadMap(0, 4), AttentionOptions(FULL, head_dim**-0.5))
-    size = tokens // num_launches
-
-    def forward() -> None:
-        for i in range(num_launches):
-            rows = slice(i * size, (i + 1) * size)
-            last = i == num_launches - 1
-            attention_forward(
-                q, k[rows], v[rows], o, lse,
-                (Segment(0, 0, tokens),), (Segment(0, rows.start, rows.stop),), *call,
-                first=i == 0, out=out if last else None,
-            )  # fmt: skip
-
-    benchmark.group = "carried"
-    ms = timed(benchmark, forward)
-    case = f"d{head_dim}-q{tokens}-k{tokens}-full-gqa32x8-launches{num_launches}"
+    num_chunks, wrap = CARRIED[impl]
+    problem = Problem((65536,), 128)
+    case = "d128-q65536-k65536-full-gqa32x8-chunks8"
+    benchmark.group = f"carried {case}"
+    ms = timed(benchmark, wrap(carried(problem, num_chunks, per_launch=1)))
     flops = 2 * problem.forward_flops
-    record(benchmark, "carried", case, "hexiseq", "forward", ms, flops=flops)
+    record(benchmark, "carried", case, impl, "forward", ms, flops=flops)

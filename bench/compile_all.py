@@ -9,8 +9,7 @@ shared memory a program. Exits with 1 when a kernel
     spills more than 64 bytes at 256 or with an optional feature, or anything in a hot loop, or
     asks for more shared memory than its card has.
 
-Features are a window, a softcap and a sink. A persistent grid, which `sm_margin` asks for, keeps
-more values across its outer loop; what it spills is listed, without a limit.
+Features are a window, a softcap, a sink, and a persistent grid, which `sm_margin` asks for.
 `--covering` takes few: each kernel on each card, at each head dimension, in each form.
 """
 
@@ -27,7 +26,7 @@ from compiled import Resources, compile_for
 
 from hexiseq_triton.kernels import add_partials, delta, forward, grad_kv, grad_q, pack
 from hexiseq_triton.kernels.configs import Config, Table
-from hexiseq_triton.kernels.launch_tables import FORWARD, GRAD_FUSED, GRAD_KV, GRAD_Q, SAME_AS
+from hexiseq_triton.kernels.launch_tables import FORWARD, GRAD_KV, GRAD_Q, SAME_AS
 
 SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227}
 MOST_SPILL_BYTES = 64  # at head dimension 256 and with optional features
@@ -36,18 +35,12 @@ KERNELS: dict[str, Any] = {
     "forward": forward._forward_kernel,
     "grad_kv": grad_kv._grad_kv_kernel,
     "grad_q": grad_q._grad_q_kernel,
-    "fused": grad_kv._grad_kv_kernel,
     "delta": delta._delta_kernel,
     "pack": pack._move_kernel,
     "unpack": pack._move_kernel,
     "add": add_partials._add_kernel,
 }
-TABLES: dict[str, tuple[Table, dict[str, bool]]] = {
-    "forward": (FORWARD, {}),
-    "grad_kv": (GRAD_KV, {"FUSED": False}),
-    "grad_q": (GRAD_Q, {}),
-    "fused": (GRAD_FUSED, {"FUSED": True}),
-}
+TABLES: dict[str, Table] = {"forward": FORWARD, "grad_kv": GRAD_KV, "grad_q": GRAD_Q}
 PLAIN: dict[str, Any] = {
     "HAS_LEFT": False, "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "LAST": True,
     "HAS_SINK": False, "ACCUMULATE": True, "UPCAST": False, "PERSISTENT": False,
@@ -92,11 +85,14 @@ class Entry:
 
 def entries() -> Iterable[Entry]:
     """Yield everything that a card may run."""
-    for name, (table, _) in TABLES.items():
+    for name, table in TABLES.items():
         for (owner, head_dim), config in table.items():
             for arch in [owner, *(card for card, other in SAME_AS.items() if other == owner)]:
                 for variant, flags in variants(name).items():
-                    yield attention_entry(name, arch, head_dim, config, variant, flags)
+                    chosen = config
+                    if variant in PERSISTENT:
+                        chosen = table.alone.get((owner, head_dim), config)
+                    yield attention_entry(name, arch, head_dim, chosen, variant, flags)
     for arch in SHARED_KIB:
         for head_dim in (64, 128, 256):
             yield from moving_entries(arch, head_dim)
@@ -123,7 +119,7 @@ def attention_entry(
         plain = {x: f"tensordesc<bf16[{size}, {head_dim}]>" for x, size in rows.items()}
         bounded = {x: f"tensordesc<bf16[1, 1, {size}, {head_dim}]>" for x, size in rows.items()}
         inputs = plain | {"edge_v": bounded["v"]} if name == "forward" else bounded
-    constants = PLAIN | TABLES[name][1] | flags
+    constants = PLAIN | flags
     constants |= {"BLOCK_M": m, "BLOCK_N": n, "HEAD_DIM": head_dim, "D": head_dim}
     constants |= {"DESCRIPTORS": config.descriptors}
     return Entry(
@@ -177,9 +173,7 @@ def verdict(entry: Entry, resources: Resources) -> str:
     """Return what is wrong with an entry; "" where nothing is."""
     if resources.shared_bytes > SHARED_KIB[entry.arch] * 1024:
         return "shared memory"
-    if entry.variant in PERSISTENT:
-        return ""
-    plain = entry.head_dim < 256 and entry.variant not in FEATURES | FORWARD_FEATURES
+    plain = entry.head_dim < 256 and entry.variant not in FEATURES | FORWARD_FEATURES | PERSISTENT
     if resources.spills_in_hot_loops:
         return "spills in a loop"
     if resources.spill_store_bytes > (0 if plain else MOST_SPILL_BYTES):

@@ -5,7 +5,8 @@
 Prints one line for each variant: registers, spill stores a thread, spilling instructions in hot
 loops, shared memory a program. Exits with 1 when a variant
 
-    spills in a hot loop, but for a few of its 550 instructions in fp16 and accumulating backwards,
+    spills in a hot loop, but for a few of its 550 instructions in fp16, with a softcap and
+    where it accumulates,
     spills more than `guard.MOST_SPILLS` registers anywhere,
     has its tensor-core instructions serialised by ptxas (C75.. warnings, which Triton hides),
     asks for more shared memory than the card has.
@@ -26,7 +27,7 @@ from compiled import BINARIES, Resources, resources_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from hexiseq_triton.kernels.hopper import backward, forward, guard
+from hexiseq_triton.kernels.hopper import backward, forward, grad_kv, grad_q, guard
 from hexiseq_triton.kernels.hopper.api import gl
 
 SHARED_KIB = 227
@@ -37,34 +38,49 @@ FLOATS = ("scale", "cap_scale", "cap", "softmax_scale")
 FORWARD: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16": {"dtype": "fp16"},
+    "exact": {"EXACT": True},
     "window": {"HAS_LEFT": True},
     "softcap": {"SOFTCAP": True},
-    "first of several": {"STAGED": False},
-    "between": {"FIRST": False, "STAGED": False},
+    "sink": {"HAS_SINK": True},
+    "first of several": {"last": False},
+    "between": {"FIRST": False, "last": False},
     "last of several": {"FIRST": False},
 }
 BACKWARD: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16": {"dtype": "fp16"},
     "window": {"HAS_LEFT": True},
+    "softcap": {"SOFTCAP": True},
+    "repeatable": {"FUSED": False},
     "accumulate": {"ACCUMULATE": True},
 }
 
 
 def compiled_forward(
-    head_dim: int, dtype: str = "bf16", **flags: bool
+    head_dim: int, dtype: str = "bf16", *, last: bool = True, **flags: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the types and constants of a variant of the forward."""
+    """Return the types and constants of a variant of the forward; `last` writes the output."""
     tile = forward.TILES[head_dim]
     constants = {
         "BLOCK_N": tile.block_n, "D": head_dim, "STAGES": tile.stages, "HAS_LEFT": False,
-        "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "STAGED": True, "num_warps": 4, **flags,
+        "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "HAS_SINK": False, "EXACT": False,
+        "num_warps": 4, **flags,
     }  # fmt: skip
-    rows, keys = _blocks(dtype, 64, head_dim), _blocks(dtype, tile.block_n, head_dim)
-    values = _blocks(dtype, 1, 1, tile.block_n, head_dim)
-    types = {"q": rows, "k": keys, "v": values, "o": "*fp32", "lse": "*fp32", "tile_map": "*i32"}
-    types["out"] = f"*{dtype}" if constants["STAGED"] else "*fp32"
-    types["out_tiles"] = rows if constants["STAGED"] else "*fp32"
+    small, first = head_dim <= forward.IN_REGISTERS.value, constants["FIRST"]
+    constants["STAGED"] = small or (first and last)
+    written = dtype if last else "fp32"
+    types = {
+        "q": _blocks(dtype, forward.ROWS.value, head_dim),
+        "k": _blocks(dtype, tile.block_n, head_dim),
+        "v": _blocks(dtype, 1, 1, tile.block_n, head_dim),
+        "out": f"*{written}",
+        "tile_map": "*i32",
+        **dict.fromkeys(("o", "out_tiles", "lse", "sink"), "*fp32"),
+    }
+    if small and not first:
+        types["o"] = _blocks("fp32", 1, 1, forward.ROWS.value, head_dim)
+    if constants["STAGED"]:
+        types["out_tiles"] = _blocks(written, 1, 1, forward.ROWS.value, head_dim)
     return types, constants
 
 
@@ -73,16 +89,47 @@ def compiled_backward(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the types and constants of a variant of the backward."""
     config = backward.CONFIG
+    queries, columns = backward.queries_of(head_dim), backward.COLUMNS.value
     constants = {
         "BLOCK_M": config.block_m, "D": head_dim, "STAGES": config.num_stages, "HAS_LEFT": False,
-        "HAS_RIGHT": True, "ACCUMULATE": False, "num_warps": 4, **flags,
+        "HAS_RIGHT": True, "SOFTCAP": False, "FUSED": True, "ACCUMULATE": False, "num_warps": 4,
+        **flags,
     }  # fmt: skip
     rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
     keys = _blocks(dtype, 1, 1, config.block_n, head_dim)
     types = {"q": rows, "k": keys, "v": keys, "do": rows, "lse": "*fp32", "delta": "*fp32"}
-    types["dq"] = _blocks("fp32", 1, 1, config.block_m, backward.COLUMNS.value)
+    added = _blocks("fp32", 1, 1, queries, columns)
+    types["dq"] = added if constants["FUSED"] else f"*{dtype}"
     types["dk"] = types["dv"] = "*fp32" if constants["ACCUMULATE"] else f"*{dtype}"
     return types | dict.fromkeys(("items", "counter", "tile_map"), "*i32"), constants
+
+
+def compiled_grad_kv(dtype: str = "bf16", **flags: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the types and constants of a variant of dK and dV at head dimension 256."""
+    config, head_dim = grad_kv.CONFIG, grad_kv.HEAD_DIM
+    constants = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": head_dim,
+        "STAGES": config.num_stages, "HAS_LEFT": False, "HAS_RIGHT": True, "SOFTCAP": False,
+        "ACCUMULATE": False, "num_warps": 4, **flags,
+    }  # fmt: skip
+    rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
+    keys = _blocks(dtype, 1, 1, config.block_n, head_dim)
+    types = {"q": rows, "k": keys, "v": keys, "do": rows, "lse": "*fp32", "delta": "*fp32"}
+    types["dk"] = types["dv"] = "*fp32" if constants["ACCUMULATE"] else f"*{dtype}"
+    return types | dict.fromkeys(("items", "counter", "tile_map"), "*i32"), constants
+
+
+def compiled_grad_q(dtype: str = "bf16", **flags: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the types and constants of a variant of dQ at head dimension 256."""
+    config, head_dim = grad_q.CONFIG, grad_q.HEAD_DIM
+    constants = {
+        "BLOCK_N": config.block_n, "D": head_dim, "STAGES": config.num_stages, "HAS_LEFT": False,
+        "HAS_RIGHT": True, "SOFTCAP": False, "ACCUMULATE": False, "num_warps": 4, **flags,
+    }  # fmt: skip
+    rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
+    types = dict.fromkeys(("q", "k", "v", "do"), rows) | {"lse": "*fp32", "delta": "*fp32"}
+    types["dq"] = "*fp32" if constants["ACCUMULATE"] else f"*{dtype}"
+    return types | {"tile_map": "*i32"}, constants
 
 
 def _blocks(dtype: str, *shape: int) -> str:
@@ -133,6 +180,16 @@ def main() -> int:
         )
         for head_dim in guard.HEAD_DIMS[direction]
         for name, flags in variants.items()
+        if name != "repeatable" or head_dim in guard.HEAD_DIMS["grad_kv"]
+    ]
+    todo += [
+        (f"{part} 256 {name}", kernel, arguments(**flags))
+        for part, kernel, arguments in (
+            ("grad_kv", grad_kv._grad_kv_kernel, compiled_grad_kv),
+            ("grad_q", grad_q._grad_q_kernel, compiled_grad_q),
+        )
+        for name, flags in BACKWARD.items()
+        if name != "repeatable"
     ]
     wrong = 0
     print(f"{'variant':32} regs spill hot  KiB")
@@ -140,7 +197,7 @@ def main() -> int:
         if args.only and args.only not in name:
             continue
         r, warnings = compile_hopper(kernel, types, constants)
-        some = constants.get("ACCUMULATE") or "fp16" in name
+        some = constants.get("ACCUMULATE") or constants["SOFTCAP"] or "fp16" in name
         most = MOST_IN_HOT_LOOPS if some else 0
         bad = list(warnings)
         bad += ["spills in a hot loop"] * (r.spills_in_hot_loops > most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import uuid
@@ -30,10 +31,11 @@ def timed(benchmark: Any, function: Callable[[], object], seconds: float = 0.6) 
     return statistics.median(times)
 
 
-def event_ms(function: Callable[[], object]) -> float:
-    """Return the milliseconds of one call on the device."""
+def event_ms(function: Callable[[], object], ahead_ms: float = 1.0) -> float:
+    """Return the milliseconds of one call on the device, after about `ahead_ms` of waiting there,
+    in which the host gets ahead."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host gets ahead
+    torch.cuda._sleep(int(ahead_ms * 2e6))
     start.record()
     function()
     stop.record()
@@ -62,25 +64,27 @@ def record(
     if num_bytes is not None:
         rate["gbs"] = round(num_bytes / ms / 1e6, 1)
     benchmark.extra_info.update(rate)
+    keep(suite, case=case, impl=impl, direction=direction, **rate)
+
+
+def keep(suite: str, **fields: Any) -> None:
+    """Append one line to the results of a suite, with the card and the versions."""
     line = {
         "suite": suite,
-        "case": case,
-        "impl": impl,
-        "direction": direction,
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "run": RUN,
-        **rate,
+        **fields,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / f"{suite}.jsonl").open("a") as lines:
         lines.write(json.dumps(line) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit that ran: from git, or from where the tree was copied from."""
     if "HEXISEQ_COMMIT" in os.environ:
         return os.environ["HEXISEQ_COMMIT"]
@@ -90,3 +94,13 @@ def _commit() -> str:
         cwd=here, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return found.stdout.strip() or "unknown"
+
+
+def long_tail(total: int) -> tuple[int, ...]:
+    """Return document lengths drawn log-normally, median 1,100 tokens, that add up to `total`."""
+    draw = random.Random(0)
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        length = min(max(16, int(draw.lognormvariate(7.0, 1.3))), 32768)
+        lengths.append(min(length, total - sum(lengths)))
+    return tuple(lengths)

@@ -6,13 +6,13 @@ takes pointers); every form of the kernels; pack and unpack. Checks no results: 
 
 from __future__ import annotations
 
+from itertools import product
 from unittest.mock import patch
 
 import torch
 
-from hexiseq_triton.kernels import AttentionOptions, HeadMap, backward
+from hexiseq_triton.kernels import AttentionOptions, HeadMap
 from hexiseq_triton.kernels.backward import attention_backward
-from hexiseq_triton.kernels.backward_fused import MAX_HEAD_DIM
 from hexiseq_triton.kernels.delta import row_dots
 from hexiseq_triton.kernels.forward import attention_forward
 from hexiseq_triton.kernels.hopper import guard
@@ -24,19 +24,14 @@ from hexiseq_triton.segments import CAUSAL, Mask, Segment, whole_documents
 DEVICE = torch.device("cuda")
 LENGTHS = (1, 129, 0, 200, 63)
 HEAD_DIMS = (64, 72, 128, 256)
+MARGIN = 128  # of 132 multiprocessors: each program walks several tiles
 OPTIONS = (
     AttentionOptions(CAUSAL, 0.1),
     AttentionOptions(Mask(40, 0), 0.1, softcap=5.0),
 )
 
 
-def attend(
-    head_dim: int,
-    options: AttentionOptions,
-    dtype: torch.dtype,
-    offset: int,
-    deterministic: bool = False,
-) -> None:
+def attend(head_dim: int, options: AttentionOptions, dtype: torch.dtype, offset: int) -> None:
     """Run forward in two launches, then backward, on views `offset` elements in."""
     rows = sum(LENGTHS)
 
@@ -52,13 +47,17 @@ def attend(
     call = (HeadMap(0, 2), options)
     attention_forward(q, k[:130], v[:130], o, lse, documents, half, *call, first=True)
     rest = (Segment(3, 0, 200), Segment(4, 0, 63))
-    attention_forward(q, k[130:], v[130:], o, lse, documents, rest, *call, out=out, sm_margin=4)
+    attention_forward(
+        q, k[130:], v[130:], o, lse, documents, rest, *call, out=out, sm_margin=MARGIN
+    )
     delta = row_dots(do, out)
-    for accumulate, like in ((False, dtype), (True, torch.float32)):
+    for accumulate, deterministic in product((False, True), (False, True)):
+        like = torch.float32 if accumulate else dtype
         grads = [torch.zeros(x.shape, device=DEVICE, dtype=like) for x in (q, k, v)]
         attention_backward(
             q, k, v, do, lse, delta, *grads, documents, documents, *call,
             accumulate=accumulate, deterministic=deterministic,
+            sm_margin=MARGIN if accumulate else 0,
         )  # fmt: skip
 
 
@@ -76,17 +75,15 @@ def move(interleaved: bool) -> None:
 
 
 def attend_in_all_forms() -> None:
-    """Run the kernels that the card takes, and the portable ones in both forms of backward."""
+    """Run the kernels that the card takes, and the portable ones."""
     for head_dim in HEAD_DIMS:
         for options in OPTIONS:
             attend(head_dim, options, torch.bfloat16, offset=0)
             with patch.object(guard, "runs", return_value=False):
-                attend(head_dim, options, torch.bfloat16, offset=0, deterministic=True)
-                if head_dim <= MAX_HEAD_DIM:
-                    with patch.object(backward, "prefers_fused", return_value=True):
-                        attend(head_dim, options, torch.bfloat16, offset=0)
+                attend(head_dim, options, torch.bfloat16, offset=0)
         attend(head_dim, OPTIONS[0], torch.bfloat16, offset=1)
-    attend(64, OPTIONS[0], torch.float32, offset=0)
+    for head_dim in HEAD_DIMS:
+        attend(head_dim, OPTIONS[0], torch.float32, offset=0)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def tune_command(
             done = f"{choice.task.table}, head dimension {choice.task.head_dim}"
             progress.update(bar, advance=1, description=done)
     path = out or table_path()
-    save_section(tune.section_of(card, choices, size.num_tokens), path)
+    save_section(tune.section_of(card, choices), path)
     console.print(choice_table(card.name, choices))
     console.print(f"written to {path}", soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Attention backward over tile maps, in one of three forms.
+"""Attention backward over tile maps, in one of two forms.
 
 With the final lse and delta = rowsum(do * o) each block of probabilities is computed anew:
 
@@ -8,8 +8,10 @@ With the final lse and delta = rowsum(do * o) each block of probabilities is com
 With a softcap, ds gets the factor 1 - tanh^2.
 
     split    grad_kv.py, then grad_q.py     p computed twice, every sum in one order on every run
-    fused    backward_fused.py              p computed once, dq by atomic additions
-    Hopper   hopper/backward.py             the fused form in Gluon, where guard.py lets it run
+    fused    hopper/backward.py             p computed once, dq by reductions into memory
+
+The fused form, and a faster dk and dv of the split form (hopper/grad_kv.py), are Hopper kernels in
+Gluon that run where guard.py lets them.
 
 Layout: q, do, dq [T, H, D], k, v, dk, dv [T_kv, H_kv, D], lse and delta [H, T] float32, in nats.
 Source: Dao, arXiv:2307.08691, algorithm 2.
@@ -21,7 +23,6 @@ from collections.abc import Sequence
 
 import torch
 
-from hexiseq_triton.kernels.backward_fused import grad_fused, prefers_fused
 from hexiseq_triton.kernels.backward_inputs import BackwardInputs, Tensors, backward_inputs
 from hexiseq_triton.kernels.forms import forms
 from hexiseq_triton.kernels.grad_kv import grad_kv
@@ -70,7 +71,7 @@ def attention_backward(
         accumulate: False writes dq, dk and dv, which may then have any float dtype, and reads
             nothing from them.
         deterministic: take the split form, whose results repeat bit for bit. So do
-            `torch.use_deterministic_algorithms` and cards on which the split form is faster.
+            `torch.use_deterministic_algorithms` and cards without the fused form.
         sm_margin: multiprocessors to leave to other kernels.
 
     Raises:
@@ -81,24 +82,23 @@ def attention_backward(
     segments = interned(q_segments), interned(kv_segments)
     inputs = backward_inputs(*keys, *segments, heads, options, accumulate, sm_margin)
 
-    if not (deterministic or torch.are_deterministic_algorithms_enabled()):
-        if _on_hopper(inputs, tensors, dq, dk, dv):
-            return
-        if prefers_fused(q):
-            grad_fused(inputs, tensors, dq, dk, dv)
-            return
-    grad_kv(inputs, tensors, dk, dv)
-    grad_q(inputs, tensors, dq)
+    repeatable = deterministic or torch.are_deterministic_algorithms_enabled()
+    if not repeatable and _fused_on_hopper(inputs, tensors, dq, dk, dv):
+        return
+    if not _grad_kv_on_hopper(inputs, tensors, dk, dv):
+        grad_kv(inputs, tensors, dk, dv)
+    if not _grad_q_on_hopper(inputs, tensors, dq):
+        grad_q(inputs, tensors, dq)
 
 
-def _on_hopper(
+def _fused_on_hopper(
     inputs: BackwardInputs,
     tensors: Tensors,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> bool:
-    """Do the call with the Hopper kernel, and return True, where that takes it."""
+    """Do the call with the fused Hopper kernel, and return True, where that takes it."""
     if not guard.runs("backward", tensors[0]):
         return False
     from hexiseq_triton.kernels.hopper import backward as hopper  # needs Gluon
@@ -106,4 +106,30 @@ def _on_hopper(
     if not hopper.takes(inputs, dq):
         return False
     hopper.grad_fused(inputs, tensors, dq, dk, dv)
+    return True
+
+
+def _grad_kv_on_hopper(
+    inputs: BackwardInputs, tensors: Tensors, dk: torch.Tensor, dv: torch.Tensor
+) -> bool:
+    """Do dk and dv with a Hopper kernel, and return True, where one takes the call."""
+    if not guard.runs("grad_kv", tensors[0]):
+        return False
+    from hexiseq_triton.kernels.hopper import backward as hopper  # needs Gluon
+
+    if not hopper.takes(inputs, None):
+        return False
+    hopper.grad_kv(inputs, tensors, dk, dv)
+    return True
+
+
+def _grad_q_on_hopper(inputs: BackwardInputs, tensors: Tensors, dq: torch.Tensor) -> bool:
+    """Do dq with the Hopper kernel, and return True, where that takes the call."""
+    if not guard.runs("grad_q", tensors[0]):
+        return False
+    from hexiseq_triton.kernels.hopper import grad_q as hopper  # needs Gluon
+
+    if not inputs.uses_descriptors(hopper.CONFIG):
+        return False
+    hopper.grad_q(inputs, tensors, dq)
     return True

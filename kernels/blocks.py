@@ -130,19 +130,29 @@ def store_block(
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
     """Return a @ b + acc in float32. UPCAST is for the interpreter, whose bf16 dot is wrong."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    if a.dtype == tl.float32:
+        acc += product(a, b, UPCAST)
+    elif UPCAST:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
 
 
 @triton.jit
 def product(a, b, UPCAST: tl.constexpr):
-    """Return a @ b in float32."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    """Return a @ b in float32.
+
+    Inputs of float32 are summed in float64: a chain of D roundings in float32 errs several times
+    more than plain torch does, above all in dp - delta, which nearly cancels where p is near 1.
+    """
+    if a.dtype == tl.float32:
+        result = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+    elif UPCAST:
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        result = tl.dot(a, b)
+    return result
 
 
 @triton.jit

@@ -34,12 +34,20 @@ class Config:
         return min(num_items, free * max(1, self.programs_per_sm))
 
 
-class Table(dict[tuple[str, int], Config]):
-    """The launch choices of one kernel, by architecture and padded head dimension."""
+Entries = dict[tuple[str, int], Config]
 
-    def __init__(self, name: str, entries: dict[tuple[str, int], Config]) -> None:
+
+class Table(Entries):
+    """The launch choices of one kernel, by architecture and padded head dimension.
+
+    `alone` has those for one program on each multiprocessor, where they differ: it needs more warps
+    than one of several programs, and has fewer registers to spare across its loop over work items.
+    """
+
+    def __init__(self, name: str, entries: Entries, alone: Entries) -> None:
         super().__init__(entries)
         self.name = name
+        self.alone = alone
 
 
 @cache

@@ -282,15 +282,15 @@ def attention_forward(
     segments = interned(q_segments), interned(kv_segments)
     last = out is not None
     call = (heads, options, first, last, sm_margin)
-    if sink is None and guard.runs("forward", q):
-        on_hopper = prepare_hopper(*keys, *segments, *call)
+    if guard.runs("forward", q):
+        on_hopper = prepare_hopper(*keys, sink_form, *segments, *call)
         if on_hopper is not None:
-            on_hopper(q, k, v, read, lse, written)
+            on_hopper(q, k, v, read, lse, written, sink)
             return
-    config = config_for(FORWARD, q)
+    config = config_for(FORWARD, q, sm_margin)
     launch = prepare_forward(*keys, sink_form, *segments, *call, config)
     if launch is not None:
-        launch(q, k, v, v, read, lse, written, lse if sink is None else sink)
+        launch(*forward_tensors(q, k, v, read, lse, written, sink))
 
 
 @lru_cache(maxsize=MOST_PREPARED)
@@ -301,6 +301,7 @@ def prepare_hopper(
     read: Form,
     lse: Form,
     written: Form,
+    sink: Form | None,
     q_segments: Interned,
     kv_segments: Interned,
     heads: HeadMap,
@@ -309,21 +310,32 @@ def prepare_hopper(
     last: bool,
     sm_margin: int,
 ) -> Callable[..., None] | None:
-    """Check everything and return the Hopper kernel's launch, of (q, k, v, o, lse, out).
+    """Check everything and return the Hopper kernel's launch, of (q, k, v, o, lse, out, sink).
 
-    None where the copy engine can't read the tensors, or there is nothing to do, and for windows:
-    a first version of the kernel gave other results now and then, and the mended one has not run
-    long enough under windows to be trusted.
+    None where the copy engine can't take the tensors, or there is nothing to do.
     """
     from hexiseq_triton.kernels.hopper import forward as hopper  # needs Gluon
 
-    launch = _checked(q, k, v, read, lse, written, None, heads, options, first, last)
-    if options.mask.left is not None or not launch.fits_descriptors(q, k, v):
+    launch = _checked(q, k, v, read, lse, written, sink, heads, options, first, last)
+    if not launch.fits_descriptors(q, k, v):
         return None
     return hopper.prepare(
         launch, q, k, v, read, lse, written, q_segments.segments, kv_segments.segments,
-        first=first, last=last, sm_margin=sm_margin,
+        sink=sink, first=first, last=last, sm_margin=sm_margin,
     )  # fmt: skip
+
+
+def forward_tensors(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    read: torch.Tensor,
+    lse: torch.Tensor,
+    written: torch.Tensor,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return what a launch of `prepare_forward` takes: v whole and v bounded, and never None."""
+    return q, k, v, v, read, lse, written, lse if sink is None else sink
 
 
 @lru_cache(maxsize=MOST_PREPARED)

@@ -1,12 +1,8 @@
-"""dK and dV by key tiles; in the fused form dQ too.
+"""dK and dV by key tiles.
 
 A program keeps dk and dv of a key tile and walks the queries that see it, over all query heads of
 its KV head. It computes the *transposed* blocks s^T = k q^T and dp^T = v do^T: the products p^T do
 and ds^T q then take their operands as they stand.
-
-The fused form has ds^T at hand, so it computes dq^T = k^T ds^T and adds that to dq in memory.
-Programs of different key tiles add to the same elements in any order: the last bits of dq vary
-from run to run.
 
 The mathematics and the layout are those of backward.py.
 """
@@ -35,7 +31,6 @@ from hexiseq_triton.kernels.blocks import (
     work_item,
 )
 from hexiseq_triton.kernels.configs import Config
-from hexiseq_triton.kernels.forms import Form, form
 from hexiseq_triton.kernels.launch_tables import GRAD_KV, config_for
 from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 from hexiseq_triton.kernels.tilemap import key_tiles
@@ -43,17 +38,14 @@ from hexiseq_triton.kernels.tilemap import key_tiles
 
 @triton.jit
 def _add_queries(
-    dk, dv, keys, values, q, do, lse, delta, dq, row, num_rows, head,
-    stride_qt, stride_qh, stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
-    q_position, k_position, scale, cap_scale, cap, left, right, softmax_scale,
+    dk, dv, keys, values, q, do, lse, delta, row, num_rows, head,
+    stride_qt, stride_qh, stride_dot, stride_doh, stride_row,
+    q_position, k_position, scale, cap_scale, cap, left, right,
     BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Add what queries [row, row + BLOCK_M) of one head, `num_rows` of which exist, give.
-
-    FUSED also adds to their dq.
-    """
+    """Add what queries [row, row + BLOCK_M) of one head, `num_rows` of which exist, give."""
     offsets = tl.arange(0, BLOCK_M)
     row_at = head * stride_row + row + offsets  # in int32, which spares registers
     lse_at = lse + row_at
@@ -94,40 +86,19 @@ def _add_queries(
         row_delta = tl.load(delta_at)
     ds = (weight * (dp - row_delta[None, :])).to(queries.dtype)
     dk = dot(ds, queries, dk, UPCAST)
-    if FUSED:
-        _add_transposed(
-            dq, product(tl.trans(keys), ds, UPCAST) * softmax_scale, row, num_rows, head,
-            stride_dqt, stride_dqh, BLOCK_M, HEAD_DIM, D, MASKED,
-        )  # fmt: skip
     return dk, dv
 
 
 @triton.jit
-def _add_transposed(
-    target, block, row, num_rows, head, stride_row, stride_head,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Add block [D, ROWS] to rows [row, row + ROWS), unless MASKED all exist."""
-    start = target + row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
-    rows, columns = tl.arange(0, ROWS)[None, :], tl.arange(0, D)[:, None]
-    pointers = start + (rows * stride_row + columns)
-    if MASKED or HEAD_DIM < D:
-        inside = (rows < num_rows) & (columns < HEAD_DIM)
-        tl.atomic_add(pointers, block, mask=inside, sem="relaxed")
-    else:
-        tl.atomic_add(pointers, block, sem="relaxed")
-
-
-@triton.jit
 def _grad_kv_tile(
-    step, q, k, v, do, lse, delta, dq, dk, dv, tile_map,
+    step, q, k, v, do, lse, delta, dk, dv, tile_map,
     num_tiles, num_heads, num_kv_heads, heads_together, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
+    stride_dot, stride_doh, stride_row,
     stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     ACCUMULATE: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head = work_item(step, num_tiles, num_kv_heads, heads_together)
@@ -157,12 +128,12 @@ def _grad_kv_tile(
         for i in tl.range(0, group * blocks, disable_licm=True):
             at = i % blocks * BLOCK_M
             dk_block, dv_block = _add_queries(
-                dk_block, dv_block, keys, values, q, do, lse, delta, dq,
+                dk_block, dv_block, keys, values, q, do, lse, delta,
                 q_row + at, q_rows - at, head_begin + i // blocks,
-                stride_qt, stride_qh, stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
-                q_position + at, k_position, scale, cap_scale, cap, left, right, softmax_scale,
+                stride_qt, stride_qh, stride_dot, stride_doh, stride_row,
+                q_position + at, k_position, scale, cap_scale, cap, left, right,
                 BLOCK_M, HEAD_DIM, D, True,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED, DESCRIPTORS, UPCAST,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, DESCRIPTORS, UPCAST,
             )  # fmt: skip
     for span in tl.range(full_begin, edge_begin, disable_licm=True):
         q_row, q_rows, q_position = load_span(tile_map, num_tiles, span)
@@ -170,12 +141,12 @@ def _grad_kv_tile(
         for i in tl.range(0, group * blocks, disable_licm=True):
             at = i % blocks * BLOCK_M
             dk_block, dv_block = _add_queries(
-                dk_block, dv_block, keys, values, q, do, lse, delta, dq,
+                dk_block, dv_block, keys, values, q, do, lse, delta,
                 q_row + at, q_rows - at, head_begin + i // blocks,
-                stride_qt, stride_qh, stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
-                q_position + at, k_position, scale, cap_scale, cap, left, right, softmax_scale,
+                stride_qt, stride_qh, stride_dot, stride_doh, stride_row,
+                q_position + at, k_position, scale, cap_scale, cap, left, right,
                 BLOCK_M, HEAD_DIM, D, False,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED, DESCRIPTORS, UPCAST,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, DESCRIPTORS, UPCAST,
             )  # fmt: skip
 
     store_block(
@@ -190,14 +161,14 @@ def _grad_kv_tile(
 
 @triton.jit(do_not_specialize=[*VARYING, "num_kv_heads"])
 def _grad_kv_kernel(
-    q, k, v, do, lse, delta, dq, dk, dv, tile_map,
+    q, k, v, do, lse, delta, dk, dv, tile_map,
     num_tiles, num_heads, num_kv_heads, heads_together, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
+    stride_dot, stride_doh, stride_row,
     stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     ACCUMULATE: tl.constexpr, DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):  # fmt: skip
@@ -206,54 +177,39 @@ def _grad_kv_kernel(
             tl.program_id(0), num_tiles * num_kv_heads, tl.num_programs(0), disable_licm=True
         ):
             _grad_kv_tile(
-                step, q, k, v, do, lse, delta, dq, dk, dv, tile_map,
+                step, q, k, v, do, lse, delta, dk, dv, tile_map,
                 num_tiles, num_heads, num_kv_heads, heads_together, q_head_start, q_per_kv,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-                stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
+                stride_dot, stride_doh, stride_row,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
                 BLOCK_M, BLOCK_N, HEAD_DIM, D,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP,
                 ACCUMULATE, DESCRIPTORS, UPCAST,
             )  # fmt: skip
     else:
         _grad_kv_tile(
-            tl.program_id(0), q, k, v, do, lse, delta, dq, dk, dv, tile_map,
+            tl.program_id(0), q, k, v, do, lse, delta, dk, dv, tile_map,
             num_tiles, num_heads, num_kv_heads, heads_together, q_head_start, q_per_kv,
             scale, cap_scale, cap, left, right, softmax_scale,
             stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-            stride_dot, stride_doh, stride_row, stride_dqt, stride_dqh,
+            stride_dot, stride_doh, stride_row,
             stride_dkt, stride_dkh, stride_dvt, stride_dvh,
             BLOCK_M, BLOCK_N, HEAD_DIM, D,
-            HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED,
+            HAS_LEFT, HAS_RIGHT, SOFTCAP,
             ACCUMULATE, DESCRIPTORS, UPCAST,
         )  # fmt: skip
 
 
 def grad_kv(inputs: BackwardInputs, tensors: Tensors, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Write dk and dv, [T_kv, H_kv, D] in any float dtype; with `inputs.accumulate` add in fp32."""
-    launch_by_key_tiles(inputs, config_for(GRAD_KV, tensors[0]), tensors, None, dk, dv)
-
-
-def launch_by_key_tiles(
-    inputs: BackwardInputs,
-    config: Config,
-    tensors: Tensors,
-    dq: torch.Tensor | None,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
-    """Write dk and dv, or add to them; add to dq, [T, H, D] fp32, if given: the fused form."""
-    launch = prepare_by_key_tiles(inputs, config, None if dq is None else form(dq))
+    launch = prepare_grad_kv(inputs, config_for(GRAD_KV, tensors[0], inputs.sm_margin))
     if launch is not None:
-        added = tensors[0] if dq is None else dq  # the split form does not touch it
-        launch(*tensors, added, dk, dv)
+        launch(*tensors, dk, dv)
 
 
 @lru_cache(maxsize=MOST_PREPARED)
-def prepare_by_key_tiles(
-    inputs: BackwardInputs, config: Config, dq: Form | None
-) -> Prepared | None:
+def prepare_grad_kv(inputs: BackwardInputs, config: Config) -> Prepared | None:
     """Return the launch; None where there is nothing to do."""
     q, k = inputs.q, inputs.k
     tiles = key_tiles(
@@ -272,7 +228,6 @@ def prepare_by_key_tiles(
         *inputs.launch.scalars,
         inputs.launch.options.softmax_scale,
         *inputs.strides,
-        *(q if dq is None else dq).row_strides,
         *inputs.dk.row_strides,
         *inputs.dv.row_strides,
     )
@@ -280,7 +235,6 @@ def prepare_by_key_tiles(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         **inputs.launch.flags,
-        "FUSED": dq is not None,
         "ACCUMULATE": inputs.accumulate,
         "DESCRIPTORS": inputs.uses_descriptors(config),
         "PERSISTENT": programs < items,
@@ -289,5 +243,5 @@ def prepare_by_key_tiles(
     }
     return Prepared(
         _grad_kv_kernel, (programs,), scalars, constants,
-        tiles=tiles, blocks=[*inputs.bounded_blocks(config), None, None, None],
+        tiles=tiles, blocks=[*inputs.bounded_blocks(config), None, None],
     )  # fmt: skip

@@ -173,7 +173,7 @@ def _grad_q_kernel(
 
 def grad_q(inputs: BackwardInputs, tensors: Tensors, dq: torch.Tensor) -> None:
     """Write dq, [T, H, D] in any float dtype; with `inputs.accumulate` add to it, in fp32."""
-    launch = prepare_grad_q(inputs, config_for(GRAD_Q, tensors[0]))
+    launch = prepare_grad_q(inputs, config_for(GRAD_Q, tensors[0], inputs.sm_margin))
     if launch is not None:
         launch(*tensors, dq)
 

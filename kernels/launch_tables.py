@@ -5,9 +5,8 @@ an entry get that of `sm_80` or, with less shared memory, of `sm_86`: both leave
 use nothing that newer cards lack. float32 is for tests and takes small blocks everywhere.
 
 Measured: the sm_90 entries of head dimensions 64 and 128 (bench/results, run 3194cde9, H100) and
-of 256 (docs/kernel-log.md, runs 2 and 3), dQ at 128 and the fused backward at 64 (run 4). The fused
-one at 128, and all of sm_80 and sm_86, are blocks that compile without spills; they were never
-timed.
+of 256 (docs/kernel-log.md, runs 2 and 3), dQ at 128 (run 4). All of sm_80 and sm_86, and all that
+stand under `alone`, are blocks that compile without spills; they were never timed.
 `bench/compile_all.py` compiles every entry and lists registers and spills.
 """
 
@@ -34,6 +33,11 @@ FORWARD = Table(
         ("sm_90", 128): Config(64, 64, 4, 3, descriptors=True),
         ("sm_90", 256): Config(128, 64, 8, 2, descriptors=True),
     },
+    alone={
+        ("sm_90", 64): Config(128, 64, 8, 3, descriptors=True),
+        ("sm_90", 128): Config(128, 64, 8, 3, descriptors=True),
+        ("sm_90", 256): Config(128, 32, 8, 2, descriptors=True),
+    },
 )
 """Attention forward: BLOCK_M query rows a program, BLOCK_N keys a step."""
 
@@ -49,6 +53,15 @@ GRAD_KV = Table(
         ("sm_90", 64): Config(128, 64, 4, 2, descriptors=True),
         ("sm_90", 128): Config(64, 64, 4, 2, descriptors=True),
         ("sm_90", 256): Config(64, 64, 8, 2, descriptors=True),
+    },
+    alone={
+        ("sm_80", 64): Config(32, 128, 8, 2),
+        ("sm_80", 256): Config(32, 32, 8, 1),
+        ("sm_86", 64): Config(32, 64, 8, 2),
+        ("sm_86", 256): Config(32, 32, 8, 1),
+        ("sm_90", 64): Config(64, 128, 8, 2, descriptors=True),
+        ("sm_90", 128): Config(32, 128, 8, 2, descriptors=True),
+        ("sm_90", 256): Config(64, 64, 8, 1, descriptors=True),
     },
 )
 """dK and dV: BLOCK_N key rows a program, BLOCK_M queries a step."""
@@ -66,31 +79,20 @@ GRAD_Q = Table(
         ("sm_90", 128): Config(64, 64, 4, 3, descriptors=True),
         ("sm_90", 256): Config(64, 32, 4, 3, descriptors=True),
     },
+    alone={
+        ("sm_80", 128): Config(64, 32, 8, 2),
+        ("sm_80", 256): Config(32, 32, 8, 2),
+        ("sm_86", 128): Config(64, 32, 8, 2),
+        ("sm_86", 256): Config(32, 32, 8, 2),
+        ("sm_90", 64): Config(128, 64, 8, 3, descriptors=True),
+        ("sm_90", 128): Config(128, 64, 8, 3, descriptors=True),
+        ("sm_90", 256): Config(64, 32, 8, 3, descriptors=True),
+    },
 )
 """dQ: BLOCK_M query rows a program, BLOCK_N keys a step."""
 
-GRAD_FUSED = Table(
-    "grad_fused",
-    {
-        ("sm_80", 64): Config(32, 64, 4, 2),
-        ("sm_80", 128): Config(16, 64, 4, 2),
-        ("sm_86", 64): Config(32, 64, 4, 2),
-        ("sm_86", 128): Config(16, 64, 4, 2),
-        ("sm_90", 64): Config(64, 64, 4, 2, descriptors=True),
-        ("sm_90", 128): Config(32, 128, 8, 2, descriptors=True),
-    },
-)
-"""dQ, dK and dV together: BLOCK_N key rows a program, BLOCK_M queries a step."""
-
-FUSED_TOKENS: dict[tuple[str, int], int] = {}
-"""Up to how many queries a launch the fused backward was measured to be faster than the split."""
-
-FLOAT32: dict[int, Config] = {
-    64: Config(32, 32, 4, 1),
-    128: Config(32, 32, 4, 1),
-    256: Config(16, 16, 4, 1),
-}
-"""All kernels with float32 inputs, by padded head dimension."""
+FLOAT32 = Config(16, 16, 4, 1)
+"""All kernels with float32 inputs, whose blocks widen to float64 on the way to a product."""
 
 SAME_AS = {"sm_89": "sm_86"}
 """Cards that share entries: 99 KB of shared memory, the same tensor instructions."""
@@ -100,26 +102,22 @@ LEAST_SHARED_BYTES = {"sm_80": 160 * 1024, "sm_86": 99 * 1024}
 """Whose entries an unknown card gets: the first whose shared memory it has, in this order."""
 
 
-def config_for(table: Table, q: torch.Tensor | Form) -> Config:
+def config_for(table: Table, q: torch.Tensor | Form, sm_margin: int = 0) -> Config:
     """Return the launch choice for queries like `q` on their device.
 
-    The user's own measurements come first, see user_tables.py.
+    The user's own measurements come first, see user_tables.py; but they are of whole cards. If
+    `sm_margin` multiprocessors are to stay free, the others hold one program each.
     """
     device, head_dim = q.device, q.shape[-1]
     padded = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if device.type != "cuda":
         return INTERPRETED
     if q.dtype == torch.float32:
-        return FLOAT32[padded]
-    own = tuned(device).configs.get((table.name, padded))
-    return own or table[architecture(device), padded]
-
-
-def fused_tokens_for(q: torch.Tensor) -> int:
-    """Return up to how many queries like `q`, on a CUDA device, the fused backward is taken."""
-    device, head_dim = q.device, q.shape[-1]
-    built_in = FUSED_TOKENS.get((architecture(device), head_dim), 0)
-    return tuned(device).fused_tokens.get(head_dim, built_in)
+        return FLOAT32
+    key = architecture(device), padded
+    if sm_margin and key in table.alone:
+        return table.alone[key]
+    return tuned(device).get((table.name, padded)) or table[key]
 
 
 @cache

@@ -204,6 +204,7 @@ def _visible_range(low, high, k_start, k_stop, left, right, block):
     if any_begin >= any_end:
         return 0, 0, 0, 0
     begin = max(k_start, high - 1 - left)
+    begin = any_begin + -(-(begin - any_begin) // block) * block  # the edge before it: whole blocks
     end = min(k_stop, low + right + 1)
     num_blocks = (end - begin) // block if end > begin else 0
     if num_blocks == 0:  # one edge, and not two

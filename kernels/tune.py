@@ -20,7 +20,6 @@ from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.kernels.configs import Config, Table
 from hexiseq_triton.kernels.launch_tables import (
     FORWARD,
-    GRAD_FUSED,
     GRAD_KV,
     GRAD_Q,
     config_for,
@@ -33,7 +32,6 @@ TABLES: dict[TableName, Table] = {
     "forward": FORWARD,
     "grad_kv": GRAD_KV,
     "grad_q": GRAD_Q,
-    "grad_fused": GRAD_FUSED,
 }
 NOISE = 0.01  # of a time: who wins by less does not replace the present choice
 LEAST_ROUNDS = 5
@@ -49,8 +47,6 @@ _MORE: dict[tuple[TableName, HeadDim], tuple[tuple[int, int, int, int], ...]] = 
     ("grad_q", 64): ((64, 64, 4, 2), (128, 64, 4, 2), (128, 128, 8, 2)),
     ("grad_q", 128): ((64, 32, 4, 3), (128, 64, 8, 2), (64, 64, 4, 3)),
     ("grad_q", 256): ((64, 32, 4, 2), (64, 64, 8, 1)),
-    ("grad_fused", 64): ((64, 128, 8, 2), (32, 128, 8, 2)),
-    ("grad_fused", 128): ((32, 64, 8, 2), (64, 64, 8, 2)),
 }
 
 Launch = Callable[[], None]
@@ -105,9 +101,8 @@ def tasks_for(card: Card, size: Size, device: torch.device) -> list[Task]:
     for head_dim in size.head_dims:
         like = torch.empty(0, 1, head_dim, dtype=torch.bfloat16, device=device)
         for name, table in TABLES.items():
-            if any(d == head_dim for _, d in table):
-                found = candidates(name, head_dim, card, config_for(table, like))
-                tasks.append(Task(name, head_dim, found[: size.most_candidates]))
+            found = candidates(name, head_dim, card, config_for(table, like))
+            tasks.append(Task(name, head_dim, found[: size.most_candidates]))
     return tasks
 
 
@@ -173,25 +168,13 @@ def choose(task: Task, measured: Mapping[Config, float]) -> Choice:
     return Choice(task, best, measured)
 
 
-def section_of(card: Card, choices: Sequence[Choice], num_tokens: int) -> Section:
-    """Return the choices, made at that many tokens, as a section of a user's launch tables."""
+def section_of(card: Card, choices: Sequence[Choice]) -> Section:
+    """Return the choices as a section of a user's launch tables."""
     tables: dict[TableName, dict[HeadDim, Entry]] = {}
     for choice in choices:
         entries = tables.setdefault(choice.task.table, {})
         entries[choice.task.head_dim] = Entry.of(choice.config, choice.milliseconds)
-    return Section.of(card, tables, fused_tokens(choices, num_tokens))
-
-
-def fused_tokens(choices: Sequence[Choice], num_tokens: int) -> dict[HeadDim, int]:
-    """Return up to how many queries to take the fused backward: `num_tokens` where it won, or 0."""
-    times = {(c.task.table, c.task.head_dim): c.milliseconds for c in choices}
-    return {
-        head_dim: num_tokens
-        if fused < times["grad_kv", head_dim] + times["grad_q", head_dim]
-        else 0
-        for (table, head_dim), fused in times.items()
-        if table == "grad_fused"
-    }
+    return Section.of(card, tables)
 
 
 def event_clock(launch: Launch) -> float:

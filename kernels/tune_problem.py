@@ -10,9 +10,9 @@ import torch
 from hexiseq_triton.kernels.backward_inputs import BackwardInputs, backward_inputs
 from hexiseq_triton.kernels.configs import Config
 from hexiseq_triton.kernels.delta import row_dots
-from hexiseq_triton.kernels.forms import form, forms
-from hexiseq_triton.kernels.forward import prepare_forward
-from hexiseq_triton.kernels.grad_kv import prepare_by_key_tiles
+from hexiseq_triton.kernels.forms import forms
+from hexiseq_triton.kernels.forward import forward_tensors, prepare_forward
+from hexiseq_triton.kernels.grad_kv import prepare_grad_kv
 from hexiseq_triton.kernels.grad_q import prepare_grad_q
 from hexiseq_triton.kernels.interned import interned
 from hexiseq_triton.kernels.options import AttentionOptions, HeadMap
@@ -62,30 +62,14 @@ class Problem:
                 self._options, first=True, last=True, sm_margin=0, config=config,
             )  # fmt: skip
             assert launch is not None, "a problem has tokens"
-            # v whole and v bounded, as `attention_forward` passes it; without a sink any tensor
-            tensors = (self.q, self.k, self.v, self.v, self.out, self.lse, self.out, self.lse)
-            return launch, partial(launch, *tensors)
-        if table == "grad_q":
-            launch = prepare_grad_q(self._inputs, config)
-            assert launch is not None
-            return launch, partial(launch, *self._loaded, self.dq)
-        total = None if table == "grad_kv" else self._total
-        launch = prepare_by_key_tiles(self._inputs, config, None if total is None else form(total))
+            return launch, partial(launch, *forward_tensors(*used))
+        written: tuple[torch.Tensor, ...]
+        if table == "grad_kv":
+            launch, written = prepare_grad_kv(self._inputs, config), (self.dk, self.dv)
+        else:
+            launch, written = prepare_grad_q(self._inputs, config), (self.dq,)
         assert launch is not None
-        if total is None:
-            return launch, partial(launch, *self._loaded, self.q, self.dk, self.dv)
-        return launch, partial(self._run_fused, launch, total)
-
-    def _run_fused(self, launch: Prepared, total: torch.Tensor) -> None:
-        """Run the fused backward with all that it needs around it."""
-        total.zero_()
-        launch(*self._loaded, total, self.dk, self.dv)
-        self.dq.copy_(total)
-
-    @cached_property
-    def _total(self) -> torch.Tensor:
-        """Where the fused backward adds up dq, [T, H, D] fp32."""
-        return torch.empty_like(self.dq, dtype=torch.float32)
+        return launch, partial(launch, *self._loaded, *written)
 
     @cached_property
     def _loaded(self) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
@@ -59,7 +59,7 @@ class Card(NamedTuple):
 
 Block = Literal[16, 32, 64, 128, 256]
 HeadDim = Literal[64, 128, 256]
-TableName = Literal["forward", "grad_kv", "grad_q", "grad_fused"]
+TableName = Literal["forward", "grad_kv", "grad_q"]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -92,18 +92,11 @@ class Section:
     shared_memory_bytes: Annotated[int, Field(gt=0)]
     triton: str
     tables: dict[TableName, dict[HeadDim, Entry]]
-    fused_tokens: dict[HeadDim, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        card: Card,
-        tables: dict[TableName, dict[HeadDim, Entry]],
-        fused_tokens: dict[HeadDim, int],
-    ) -> Section:
-        """Return the section of a card; `fused_tokens` as FUSED_TOKENS of launch_tables.py."""
-        name, arch, shared, version = card
-        return cls(name, arch, shared, version, tables, fused_tokens)
+    def of(cls, card: Card, tables: dict[TableName, dict[HeadDim, Entry]]) -> Section:
+        """Return the section of a card."""
+        return cls(*card, tables)
 
     @property
     def measured_on(self) -> Card:
@@ -113,8 +106,7 @@ class Section:
         """Return the section with the entries of a newer one of the same card put in."""
         names = dict.fromkeys((*self.tables, *newer.tables))
         tables = {n: {**self.tables.get(n, {}), **newer.tables.get(n, {})} for n in names}
-        fused = {**self.fused_tokens, **newer.fused_tokens}
-        return Section.of(self.measured_on, tables, fused)
+        return Section.of(self.measured_on, tables)
 
     @model_validator(mode="after")
     def _is_possible(self) -> Section:
@@ -160,6 +152,20 @@ def table_path() -> Path:
     return Path(home) / "hexiseq_triton" / "launch_tables.yaml"
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML in which a key that stands twice in one mapping is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} stands twice; remove one", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_sections(path: Path) -> list[Section]:
     """Read a file of launch tables.
 
@@ -167,7 +173,7 @@ def load_sections(path: Path) -> list[Section]:
         ConfigError: naming the file, the field, its value, and what fits.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     try:
@@ -213,15 +219,8 @@ def _plain(section: Section) -> dict[str, Any]:
     return plain
 
 
-class Choices(NamedTuple):
-    """What a user's file holds for one card.
-
-    `configs`: by table name and padded head dimension. `fused_tokens`: by head dimension, up to how
-    many queries a launch the fused backward is taken.
-    """
-
-    configs: Mapping[tuple[str, int], Config]
-    fused_tokens: Mapping[int, int]
+Choices = Mapping[tuple[str, int], Config]
+"""What a user's file holds for one card, by table name and padded head dimension."""
 
 
 @cache
@@ -239,7 +238,7 @@ def tuned(device: torch.device) -> Choices:
                 "`hexiseq tune` writes it",
                 PATH_VARIABLE, path,
             )  # fmt: skip
-        return Choices({}, {})
+        return {}
     return choices_for(Card.of(device), load_sections(path), path)
 
 
@@ -247,15 +246,14 @@ def choices_for(card: Card, sections: Sequence[Section], path: Path) -> Choices:
     """Return the choices that were measured on such a card; say if there are none."""
     for section in sections:
         if section.measured_on == card:
-            configs: dict[tuple[str, int], Config] = {
+            return {
                 (name, head_dim): entry.config
                 for name, entries in section.tables.items()
                 for head_dim, entry in entries.items()
             }
-            return Choices(configs, {d: most for d, most in section.fused_tokens.items()})
     logger.warning(
         "%s has nothing for %s (%s, %d bytes of shared memory) under Triton %s: "
         "built-in launch tables are used; `hexiseq tune` measures this card",
         path, *card,
     )  # fmt: skip
-    return Choices({}, {})
+    return {}

@@ -24,7 +24,7 @@ def test_a_covering_set_compiles_without_spills() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}  # its own process: compiled, not run
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("forward", "grad_kv", "grad_q", "fused", "delta", "pack", "unpack", "add"):
+    for kernel in ("forward", "grad_kv", "grad_q", "delta", "pack", "unpack", "add"):
         for card in CARDS:
             assert f"{kernel:9}{card:7}" in done.stdout
 

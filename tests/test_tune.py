@@ -141,19 +141,9 @@ def test_a_whole_run_writes_what_the_kernels_then_read(
         assert set(choice.medians) == {c for c in fitting if c.num_stages < 3} | {fitting[0]}
         largest = max(choice.medians, key=lambda c: c.block_m * c.block_n)
         assert choice.milliseconds == choice.medians[largest]
-    save_section(tune.section_of(ADA, choices, 8), path)
+    save_section(tune.section_of(ADA, choices), path)
     read = choices_for(ADA, load_sections(path), path)
-    assert read.configs == {(c.task.table, c.task.head_dim): c.config for c in choices}
-    assert read.fused_tokens == {64: 8, 128: 8}  # one launch against two of the same cost
-
-
-def test_the_fused_backward_is_taken_where_it_beats_the_split_one() -> None:
-    def choice(table: Any, head_dim: Any, milliseconds: float) -> Choice:
-        return Choice(Task(table, head_dim, (A,)), A, {A: milliseconds})
-
-    split = [choice(name, d, 1.0) for d in (64, 128) for name in ("grad_kv", "grad_q")]
-    fused = [choice("grad_fused", 64, 1.9), choice("grad_fused", 128, 2.1)]
-    assert tune.fused_tokens([*split, *fused], 4096) == {64: 4096, 128: 0}
+    assert read == {(c.task.table, c.task.head_dim): c.config for c in choices}
 
 
 def test_the_present_choice_is_what_the_kernels_would_take() -> None:
@@ -170,8 +160,6 @@ def test_a_problem_runs_the_kernels_themselves() -> None:
     for name in tune.TABLES:
         _, run = problem.prepare(name, Config(32, 32, 4, 1))
         run()
-    after_fused = problem.dq.clone()
-    problem.prepare("grad_q", Config(32, 32, 4, 1))[1]()
 
     q, k, v, do = problem.q, problem.k, problem.v, problem.do
     segments = tuple(whole_documents([70]))
@@ -183,7 +171,6 @@ def test_a_problem_runs_the_kernels_themselves() -> None:
     attention_backward(q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False)
     pairs = (
         (problem.out, out),
-        (after_fused, dq),
         (problem.dq, dq),
         (problem.dk, dk),
         (problem.dv, dv),
@@ -224,8 +211,7 @@ def test_the_documented_file_is_read(tmp_path: Path) -> None:
     path.write_text(example)
     (section,) = load_sections(path)
     read = choices_for(section.measured_on, [section], path)
-    assert read.configs["forward", 64] == Config(128, 64, 8, 2)
-    assert read.fused_tokens == {64: 0}
+    assert read["forward", 64] == Config(128, 64, 8, 2)
     assert set(section.tables) == set(tune.TABLES)
 
 

@@ -16,7 +16,7 @@ import yaml
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.kernels import launch_tables, user_tables
 from hexiseq_triton.kernels.configs import Config
-from hexiseq_triton.kernels.launch_tables import FORWARD, GRAD_Q, config_for, fused_tokens_for
+from hexiseq_triton.kernels.launch_tables import FORWARD, GRAD_Q, config_for
 from hexiseq_triton.kernels.user_tables import Card, Entry, Section, load_sections, save_section
 
 CARD = Card("Some Card", "sm_89", 101376, "3.6.0")
@@ -76,16 +76,13 @@ def test_the_users_choice_comes_first_and_only_where_there_is_one(on_card: Path)
     assert config_for(FORWARD, queries(96)) == Config(64, 32, 4, 2)  # padded to 128
     assert config_for(FORWARD, queries(64)) == FORWARD["sm_86", 64]
     assert config_for(GRAD_Q, queries(128)) == GRAD_Q["sm_86", 128]
-    assert config_for(FORWARD, queries(128, torch.float32)) == launch_tables.FLOAT32[128]
+    assert config_for(FORWARD, queries(128, torch.float32)) == launch_tables.FLOAT32
 
 
-def test_the_user_decides_between_fused_and_split_backward(
-    on_card: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(launch_tables.FUSED_TOKENS, ("sm_86", 64), 2048)
-    monkeypatch.setitem(launch_tables.FUSED_TOKENS, ("sm_86", 128), 2048)
-    write(on_card, SECTION | {"fused_tokens": {128: 0}})
-    assert [fused_tokens_for(queries(d)) for d in (64, 128, 256)] == [2048, 0, 0]
+def test_one_program_alone_on_a_multiprocessor_takes_a_choice_of_its_own(on_card: Path) -> None:
+    write(on_card, SECTION | {"tables": {"grad_q": {128: ENTRY, 64: ENTRY}}})
+    assert config_for(GRAD_Q, queries(128), sm_margin=8) == GRAD_Q.alone["sm_86", 128]
+    assert config_for(GRAD_Q, queries(64), sm_margin=8) == Config(64, 32, 4, 2)  # has none
 
 
 def test_two_sections_of_one_card_are_named(tmp_path: Path) -> None:
@@ -168,10 +165,14 @@ def test_a_block_larger_than_the_cards_shared_memory_is_named(tmp_path: Path) ->
         ("version: 2\nsections: []\n", "version is 2: Input should be 1"),
         ("version: 1\n", "sections.*required"),
         ("version: [1\n", "cannot be read"),
+        (
+            "version: 1\nsections: []\nversion: 1\n",
+            "cannot be read: 'version' stands twice; remove one.*line 3",
+        ),
         ("", "the file"),
         ("version: 1\nsections: []\nextra: 1\n", "extra is no field here"),
     ],
-    ids=["version", "missing", "no yaml", "empty", "unknown"],
+    ids=["version", "missing", "no yaml", "twice", "empty", "unknown"],
 )
 def test_a_file_of_another_kind_is_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
@@ -183,16 +184,14 @@ def test_a_file_of_another_kind_is_named(text: str, message: str, tmp_path: Path
 def test_saving_keeps_other_cards_and_what_was_not_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "t.yaml"
     slow, fast = Entry(64, 32, 4, 2, milliseconds=2.0), Entry(128, 64, 8, 2, milliseconds=1.0)
-    save_section(Section.of(CARD, {"forward": {64: slow, 128: slow}}, {64: 8, 128: 8}), path)
-    save_section(
-        Section.of(HOPPER, {"grad_q": {64: Entry(64, 64, 4, 2, descriptors=True)}}, {}), path
-    )
-    save_section(Section.of(CARD, {"forward": {128: fast}, "grad_kv": {64: slow}}, {128: 0}), path)
+    save_section(Section.of(CARD, {"forward": {64: slow, 128: slow}}), path)
+    save_section(Section.of(HOPPER, {"grad_q": {64: Entry(64, 64, 4, 2, descriptors=True)}}), path)
+    save_section(Section.of(CARD, {"forward": {128: fast}, "grad_kv": {64: slow}}), path)
 
     hopper, card = load_sections(path)
     assert hopper.measured_on == HOPPER
     tables = {"forward": {64: slow, 128: fast}, "grad_kv": {64: slow}}
-    assert card == Section.of(CARD, tables, {64: 8, 128: 0})
+    assert card == Section.of(CARD, tables)
     assert path.read_text().startswith("# Launch tables of hexiseq_triton")
     assert [each.name for each in path.parent.iterdir()] == ["t.yaml"]
 
@@ -201,7 +200,7 @@ def test_a_file_that_is_no_table_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "notes.yaml"
     path.write_text("notes: mine\n")
     with pytest.raises(ConfigError, match="notes is no field here"):
-        save_section(Section.of(CARD, {}, {}), path)
+        save_section(Section.of(CARD, {}), path)
     assert path.read_text() == "notes: mine\n"
 
 

@@ -161,26 +161,37 @@ def load_rows(base, row, num_rows, head, stride_row, stride_head, like):
 
 
 @gluon.jit
+def add_rows(
+    acc, weight, base, row, num_rows, head, stride_row, stride_head, FIRST: gl.constexpr
+):  # fmt: skip
+    """Return acc [M, W] + weight [M] * columns [FIRST, FIRST + W) of rows [row, row + M).
+
+    By the half, down to 64 columns: what is loaded at once must fit the registers beside acc.
+    """
+    M: gl.constexpr = acc.shape[0]
+    W: gl.constexpr = acc.shape[1]
+    L: gl.constexpr = acc.type.layout
+    if W > 64:
+        left, right = acc.reshape([M, 2, W // 2]).permute((0, 2, 1)).split()
+        left = add_rows(left, weight, base, row, num_rows, head, stride_row, stride_head, FIRST)
+        right = add_rows(
+            right, weight, base, row, num_rows, head, stride_row, stride_head, FIRST + W // 2
+        )  # fmt: skip
+        acc = gl.join(left, right).permute((0, 2, 1)).reshape([M, W])
+        return gl.convert_layout(acc, L, assert_trivial=True)
+    else:
+        old = load_rows(base + FIRST, row, num_rows, head, stride_row, stride_head, acc)
+        RL: gl.constexpr = gl.SliceLayout(1, L)
+        wide = gl.convert_layout(weight, RL, assert_trivial=True)[:, None]
+        return acc + old * wide
+
+
+@gluon.jit
 def store_rows(base, x, row, num_rows, head, stride_row, stride_head):
     """Store the first `num_rows` rows of x [M, D] straight from its registers."""
     x = by_thread(x)
     pointers, inside = _row_pointers(base, row, num_rows, head, stride_row, stride_head, x)
     gl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def prefetch_rows(base, row, num_rows, head, stride_row, stride_head, D: gl.constexpr):
-    """Bring `num_rows` float32 rows of one head, [.., D], into the L2 cache, by one warp."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0])
-    rows = gl.arange(0, 32, gl.SliceLayout(1, L))
-    lines = 32 * gl.arange(0, D // 32, gl.SliceLayout(0, L))[None, :]
-    start = base + row.to(gl.int64) * stride_row + head.to(gl.int64) * stride_head
-    for at in range(0, num_rows, 32):
-        offsets = gl.minimum(at + rows, num_rows - 1)[:, None] * stride_row + lines
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [start + offsets],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit

@@ -13,8 +13,9 @@ consumer, step j:
     wait for the second product; give V(j-1) back
 
 A tile meets its edge spans first, under a mask, then its full spans without one. The first block
-stands before the loops and always has the mask. State of earlier launches enters at the start of a
-tile, as m = lse, total = 1, acc = o.
+stands before the loops and always has the mask. State of earlier launches joins at the end of a
+tile. Up to head dimension 128 the copy engine brings it during the tile and takes the new one
+away during the next.
 
 docs/hopper-kernels.md explains the lines marked "for the compiler".
 """
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from hexiseq_triton.kernels.blocks import VARYING
 from hexiseq_triton.kernels.configs import num_sms
 from hexiseq_triton.kernels.forms import Form, bounded_blocks
+from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.kernels.hopper.api import (
     fence_async_shared,
     gl,
@@ -42,30 +44,37 @@ from hexiseq_triton.kernels.hopper.blocks import (
     LN2,
     LOG2E,
     LOWEST,
+    add_rows,
+    bounded_at,
     by_thread,
     capped,
     copy_rows,
     first_span,
+    four_dimensional,
     key_range,
-    load_rows,
     load_span,
     load_tile,
     num_items,
     pass_turn,
-    prefetch_rows,
     store_rows,
     take_turn,
     thread_columns,
     work_item,
 )
-from hexiseq_triton.kernels.hopper.guard import Guarded
-from hexiseq_triton.kernels.hopper.softmax import quad_sum, rescale, softmax_step
+from hexiseq_triton.kernels.hopper.softmax import first_step, rescale, softmax_step
 from hexiseq_triton.kernels.launch import Launch
 from hexiseq_triton.kernels.options import Segments
 from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
 
 ROWS = gl.constexpr(64)  # query rows of a consumer
+IN_REGISTERS = gl.constexpr(128)  # the largest head dimension whose queries stay in registers
+
+
+@gluon.constexpr_function
+def _layout(rows):
+    """Return the layout in shared memory of the blocks of a descriptor [1, 1, ROWS, D]."""
+    return gl.NVMMASharedLayout.get_default_for(rows.block_shape[2:], rows.dtype)
 
 
 @gluon.jit
@@ -89,16 +98,15 @@ def _load_keys(
 
 @gluon.jit
 def _produce(
-    q, k, v, o, tile_map, queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free,
+    q, k, v, tile_map, queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
-    stride_qh, stride_kh, stride_vh, stride_ot, stride_oh,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
+    stride_qh, stride_kh, stride_vh,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     at = 0
-    turns = num_items(num_tiles * num_heads, programs, program)
-    for turn in range(turns):
+    for turn in range(num_items(num_tiles * num_heads, programs, program)):
         tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
         row, _rows, _position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
         kv_head = (q_head_start + head) // q_per_kv - q_head_start // q_per_kv
@@ -116,12 +124,6 @@ def _produce(
             k_row, k_rows, k_column, v_column, at, STAGES,
         )  # fmt: skip
         at += 1
-        if not FIRST and turn + 1 < turns:  # programs start tiles at the same time, and would wait
-            next_tile, next_head = work_item(
-                turn + 1, programs, program, num_tiles, num_heads, heads_together
-            )
-            next_row, next_rows, _position, _full, _edge, _end = load_tile(tile_map, next_tile)
-            prefetch_rows(o, next_row, next_rows, next_head, stride_ot, stride_oh, D)
         begin = BLOCK_N
         for span in range(edge_begin, edge_end):
             k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
@@ -172,11 +174,13 @@ def _attend(
     W: gl.constexpr, q, zeros, acc, p, factor, m, total, at,
     keys, values, k_full, k_free, v_full, v_free,
     low, high, k_rows, k_position, scale, cap_scale, cap,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr, EXACT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Take the scores of block `at + 1`, and add what block `at` gives to acc."""
     DTYPE: gl.constexpr = keys.dtype
     PL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    IN_HALVES: gl.constexpr = values.shape[2] > 64  # where registers are short
     stage = at % STAGES
     next_stage = (at + 1) % STAGES
     next_phase = ((at + 1) // STAGES) & 1
@@ -196,7 +200,7 @@ def _attend(
     s = _seen_scores(
         s, low, high, k_rows, k_position, scale, cap_scale, cap, MASKED, HAS_LEFT, SOFTCAP
     )
-    p, factor, m, total = softmax_step(s, m, total, scale, DTYPE)
+    p, factor, m, total = softmax_step(s, m, total, scale, DTYPE, EXACT, IN_HALVES)
     mbarrier.wait(v_full.index(next_stage), next_phase)  # needed in the next step; for the compiler
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_free.index(stage), count=1)
@@ -205,13 +209,13 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, o, lse, out, out_tiles, tile_map, queries, keys, values, staged,
-    q_full, q_free, k_full, k_free, v_full, v_free,
+    W: gl.constexpr, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged,
+    q_full, q_free, k_full, k_free, v_full, v_free, state_full,
     num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    FIRST: gl.constexpr, STAGED: gl.constexpr,
+    FIRST: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     AL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -220,7 +224,8 @@ def _consume(
     RL: gl.constexpr = gl.SliceLayout(1, SL)
     ARL: gl.constexpr = gl.SliceLayout(1, AL)
     DTYPE: gl.constexpr = keys.dtype
-    IN_REGISTERS: gl.constexpr = D <= 128  # the queries; else they stay in shared memory
+    SMALL: gl.constexpr = D <= IN_REGISTERS
+    JOINS: gl.constexpr = SMALL and not FIRST  # the old state, by way of shared memory
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SL)
     programs = gl.num_programs(0)
     program = gl.program_id(0)
@@ -234,36 +239,32 @@ def _consume(
         num_rows -= W * ROWS
         offsets = gl.arange(0, ROWS, RL)
         low, high = key_range(position + W * ROWS + offsets, left, right, HAS_LEFT, HAS_RIGHT)
-        lse_at = lse + head.to(gl.int64) * stride_lse + row + offsets
-
-        m = gl.full([ROWS], LOWEST, gl.float32, RL)
-        total = quad_sum(zeros)
         acc = gl.zeros([ROWS, D], gl.float32, AL)
-        if not FIRST:
-            old = gl.load(lse_at, mask=offsets < num_rows, other=float("-inf")) * LOG2E
-            none = old == float("-inf")
-            m = gl.where(none, LOWEST, old)
-            TL: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-            quarter = gl.where(none, 0.0, 0.25)
-            total += gl.convert_layout(quarter, TL, assert_trivial=True)[:, None]
-            acc = load_rows(o, row, num_rows, head, stride_ot, stride_oh, acc)
 
         # the first block
         stage = at % STAGES
         phase = (at // STAGES) & 1
         _row, k_rows, k_position = first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end)
         mbarrier.wait(q_full.index(W), turn & 1)
-        q = queries.index(W).load(QL) if IN_REGISTERS else queries.index(W)
+        q = queries.index(W).load(QL) if SMALL else queries.index(W)
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(stage), count=1)
-        if IN_REGISTERS:  # not before: the loads must have ended, not just begun
+        if SMALL:  # only after a product has used them: see the traps
             mbarrier.arrive(q_free.index(W), count=1)
+        if JOINS:
+            tma.store_wait(0)  # the previous tile's state has left
+            partition_barrier()
+            mbarrier.expect(state_full.index(W), o.block_type.nbytes)
+            copy_rows(
+                o, row, num_rows, head * stride_oh, state_full.index(W), staged.index(W)
+            )  # fmt: skip
         s = _seen_scores(
             s, low, high, k_rows, k_position, scale, cap_scale, cap, True, HAS_LEFT, SOFTCAP
         )
-        p, factor, m, total = softmax_step(s, m, total, scale, DTYPE)
+        p, m, total = first_step(s, scale, DTYPE)
+        factor = gl.full_like(total, 1.0)
         mbarrier.wait(v_full.index(stage), phase)
 
         # the other blocks of edges, then the full ones, of which only the number matters here
@@ -275,7 +276,7 @@ def _consume(
                     W, q, zeros, acc, p, factor, m, total, at,
                     keys, values, k_full, k_free, v_full, v_free,
                     low, high, k_rows - offset, k_position + offset, scale, cap_scale, cap,
-                    True, HAS_LEFT, SOFTCAP, STAGES,
+                    True, HAS_LEFT, SOFTCAP, EXACT, STAGES,
                 )  # fmt: skip
                 at += 1
             begin = 0
@@ -288,10 +289,13 @@ def _consume(
                 W, q, zeros, acc, p, factor, m, total, at,
                 keys, values, k_full, k_free, v_full, v_free,
                 low, high, 0, 0, scale, cap_scale, cap,
-                False, HAS_LEFT, SOFTCAP, STAGES,
+                False, HAS_LEFT, SOFTCAP, EXACT, STAGES,
             )  # fmt: skip
             at += 1
 
+        lse_at = lse + head.to(gl.int64) * stride_lse + row + offsets
+        if not FIRST:
+            old = gl.load(lse_at, mask=offsets < num_rows, other=float("-inf")) * LOG2E
         stage = at % STAGES
         acc = rescale(acc, factor)
         acc = warpgroup_mma(
@@ -301,23 +305,49 @@ def _consume(
         mbarrier.arrive(v_free.index(stage), count=1)
         at += 1
 
+        top = gl.convert_layout(gl.max(m, 1), RL)
         row_total = gl.convert_layout(gl.sum(total, 1), RL)
+        if not FIRST:
+            none = old == float("-inf")
+            new_top = gl.maximum(top, gl.where(none, LOWEST, old))
+            weight = gl.exp2(top - new_top)
+            old_weight = gl.where(none, 0.0, gl.exp2(old - new_top))
+            row_total = row_total * weight + old_weight
+            top = new_top
         empty = row_total == 0.0
-        inverse = gl.where(empty, 0.0, 1.0 / row_total)
-        acc = acc * gl.convert_layout(inverse, ARL, assert_trivial=True)[:, None]
-        new_lse = gl.where(empty, float("-inf"), (m + gl.log2(row_total)) * LN2)
+        new_lse = gl.where(empty, float("-inf"), (top + gl.log2(row_total)) * LN2)
         gl.store(lse_at, new_lse, mask=offsets < num_rows)
-        if STAGED and num_rows >= ROWS:
-            if IN_REGISTERS:
-                tma.store_wait(0)  # the previous tile's output has left the staging buffer
+        if HAS_SINK:
+            row_total += gl.exp2(gl.load(sink + head) * LOG2E - top)
+        inverse = gl.where(empty, 0.0, 1.0 / row_total)
+        if FIRST:
+            acc = acc * gl.convert_layout(inverse, ARL, assert_trivial=True)[:, None]
+        else:
+            acc = acc * gl.convert_layout(weight * inverse, ARL, assert_trivial=True)[:, None]
+            old_weight = gl.convert_layout(old_weight * inverse, ARL, assert_trivial=True)
+            if JOINS:
+                mbarrier.wait(state_full.index(W), turn & 1)
+                old_acc = staged.index(W).load(AL)
+                acc += old_acc * old_weight[:, None]
+            else:
+                acc = add_rows(acc, old_weight, o, row, num_rows, head, stride_ot, stride_oh, 0)
+        if STAGED:
+            place = staged.index(W)
+            if place.dtype != out_tiles.dtype:
+                place = place._reinterpret(out_tiles.dtype, [ROWS, D], queries.layout)
+            if SMALL and FIRST:
+                tma.store_wait(0)  # the previous tile's output has left
             partition_barrier()
-            staged.index(W).store(acc.to(staged.dtype))
+            place.store(acc.to(place.dtype))
             fence_async_shared()
             partition_barrier()
-            tma.async_copy_shared_to_global(out_tiles, [row, head * stride_outh], staged.index(W))
+            tma.async_copy_shared_to_global(
+                out_tiles, bounded_at(out_tiles, row, num_rows, head * stride_outh),
+                four_dimensional(place, out_tiles),
+            )  # fmt: skip
         else:
             store_rows(out, acc, row, num_rows, head, stride_outt, stride_outh)
-        if not IN_REGISTERS:  # the output passes through the place of the queries
+        if not SMALL:  # the output passes through the place of the queries
             if STAGED:
                 tma.store_wait(0)
             mbarrier.arrive(q_free.index(W), count=1)
@@ -327,21 +357,24 @@ def _consume(
 
 @gluon.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    q, k, v, o, lse, out, out_tiles, tile_map,
+    q, k, v, o, lse, out, out_tiles, sink, tile_map,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right,
     stride_qh, stride_kh, stride_vh,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    FIRST: gl.constexpr, STAGED: gl.constexpr, num_warps: gl.constexpr,
+    FIRST: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr, EXACT: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q.dtype
     queries = gl.allocate_shared_memory(DTYPE, [2, ROWS, D], q.layout)
     keys = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], k.layout)
     values = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], k.layout)
-    if STAGED and D <= 128:
-        staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS, D], out_tiles.layout)
+    if D <= IN_REGISTERS and not FIRST:
+        staged = gl.allocate_shared_memory(gl.float32, [2, ROWS, D], _layout(o))
+    elif D <= IN_REGISTERS and STAGED:
+        staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS, D], _layout(out_tiles))
     else:
         staged = queries  # not read again by then
     bl: gl.constexpr = mbarrier.MBarrierLayout()
@@ -351,7 +384,9 @@ def _forward_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
+    state_full = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     for i in gl.static_range(2):
+        mbarrier.init(state_full.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -362,24 +397,24 @@ def _forward_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, o, lse, out, out_tiles, tile_map, queries, keys, values, staged,
-                q_full, q_free, k_full, k_free, v_full, v_free,
+                0, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged,
+                q_full, q_free, k_full, k_free, v_full, v_free, state_full,
                 num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
-                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED,
+                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (_consume, (
-                1, o, lse, out, out_tiles, tile_map, queries, keys, values, staged,
-                q_full, q_free, k_full, k_free, v_full, v_free,
+                1, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged,
+                q_full, q_free, k_full, k_free, v_full, v_free, state_full,
                 num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
-                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED,
+                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (_produce, (
-                q, k, v, o, tile_map, queries, keys, values,
+                q, k, v, tile_map, queries, keys, values,
                 q_full, q_free, k_full, k_free, v_full, v_free,
                 num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
-                stride_qh, stride_kh, stride_vh, stride_ot, stride_oh, BLOCK_N, D, STAGES, FIRST,
+                stride_qh, stride_kh, stride_vh, BLOCK_N, STAGES,
             )),
         ],
         [4, 1],
@@ -412,18 +447,20 @@ def prepare(
     q_segments: Segments,
     kv_segments: Segments,
     *,
+    sink: Form | None,
     first: bool,
     last: bool,
     sm_margin: int,
 ) -> Callable[..., None] | None:
-    """Return what takes (q, k, v, o, lse, out) and does the work of `attention_forward` in
-    kernels/forward.py; None where there is nothing to do.
+    """Return what takes (q, k, v, o, lse, out, sink) and does the work of `attention_forward` in
+    kernels/forward.py; None where the copy engine can't take o or out, or nothing is to do.
 
     Args:
         launch: q, k and v, checked, with their heads and options.
         q, k, v, lse: forms of the tensors, checked.
         o: the state to read; not read if `first`.
         out: what to write, the state or the output.
+        sink: checked; None where there is none, which is then not passed either.
         q_segments, kv_segments, first, sm_margin: as there.
         last: `out` is the output.
     """
@@ -435,7 +472,10 @@ def prepare(
     items = tiles.num_tiles * launch.num_heads
     if not items:
         return None
-    staged = last and out.dtype.itemsize == 2 and launch.fits_descriptors(out)
+    small = launch.head_dim <= IN_REGISTERS.value
+    staged = (small or (first and out.dtype.itemsize == 2)) and launch.fits_descriptors(out)
+    if small and not (staged and (first or launch.fits_descriptors(o))):
+        return None
     flags = launch.flags
     scalars = (
         tiles.num_tiles,
@@ -456,18 +496,25 @@ def prepare(
         **{name: flags[name] for name in ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP")},
         "FIRST": first,
         "STAGED": staged,
+        "HAS_SINK": sink is not None,
+        "EXACT": guard.exact_maximum(),
         "num_warps": 4,
     }
     cut = (q.blocks(ROWS.value), k.blocks(tile.block_n), bounded_blocks(v, tile.block_n))
     loaded = [with_layout(x, q.dtype) for x in cut]
-    written = with_layout(out.blocks(ROWS.value), out.dtype)
+    rows = [bounded_blocks(x, ROWS.value) for x in (o, out)]
+    state, written = (with_layout(x, y.dtype) for x, y in zip(rows, (o, out), strict=True))
+    joins = small and not first
     work = Prepared(
         _forward_kernel, (min(items, max(1, num_sms(q.device) - sm_margin)),), scalars, constants,
         tiles=tiles,
-        blocks=[*loaded, None, None, None, written if staged else None],
+        blocks=[*loaded, state if joins else None, None, None, written if staged else None, None],
     )  # fmt: skip
-    guarded = Guarded(work, "forward", q.dtype, launch.head_dim)
-    return lambda *tensors: guarded(*tensors, tensors[-1])  # `out` by pointers and by blocks
+    guarded = guard.Guarded(work, "forward", q.dtype, launch.head_dim)
+    # `out` by pointers and by blocks; o and lse for what is not there
+    return lambda q, k, v, o, lse, out, sink=None: guarded(
+        q, k, v, o, lse, out, out, lse if sink is None else sink
+    )
 
 
 def heads_together(launch: Launch, k: Form) -> int:

@@ -2,7 +2,8 @@
 
 They lean on details of one compiler: a newer one may be right and yet slow. So they run with the
 Triton versions below, and only while a compiled kernel keeps its registers; else the portable
-kernels run, and the log says why, once. With HEXISEQ_HOPPER=0 in the environment they never run.
+kernels run, and the log says why, once. With HEXISEQ_HOPPER=0 in the environment they never run;
+HEXISEQ_HOPPER=exact is for those who want the accuracy of exact row maxima.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from hexiseq_triton.kernels.prepared import Prepared
 VERIFIED = ("3.6",)
 """Triton versions whose kernels were checked on a card: results, speed and machine code."""
 
-HEAD_DIMS = {"forward": (64, 128, 256), "backward": (64, 128)}
+HEAD_DIMS = {
+    "forward": (64, 128, 256),
+    "backward": (64, 128),
+    "grad_kv": (128, 256),  # at 64 the portable kernel is faster
+    "grad_q": (256,),
+}
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_SPILLS = 40
 """Registers of a thread that may stand in memory: what a tile needs, outside of the hot loops."""
@@ -30,7 +36,7 @@ _spilled: set[tuple[str, torch.dtype, int]] = set()
 
 
 def runs(direction: str, x: torch.Tensor) -> bool:
-    """Return whether the Hopper kernel takes tensors like `x` [T, H, D], "forward" or "backward".
+    """Return whether the Hopper kernel takes tensors like `x` [T, H, D], for a key of HEAD_DIMS.
 
     That the copy engine can read them is for the launcher to check.
     """
@@ -44,6 +50,11 @@ def _runs(direction: str, device: torch.device, dtype: torch.dtype, head_dim: in
     if dtype not in DTYPES or head_dim not in HEAD_DIMS[direction]:
         return False
     return _verified() and (direction, dtype, head_dim) not in _spilled
+
+
+def exact_maximum() -> bool:
+    """Return whether the forward is to use exact row maxima, at the cost of some speed."""
+    return os.environ.get("HEXISEQ_HOPPER") == "exact"
 
 
 @lru_cache(maxsize=1)

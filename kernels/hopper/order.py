@@ -5,6 +5,10 @@ its own keys. It stays in the L2 cache if the tiles at work share their queries.
 document follow each other, heaviest first, one KV head after the other, and programs take the next
 tile when they are done with one. Several heads take turns where the last tiles would else be too
 few for all programs to end together.
+
+The first round of tiles walks from the last query to the first, the next one back, and so on. In a
+causal document the programs end a round of tiles one by one, a tile apart, and begin the next round
+as far apart: all are near the same queries at any time.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ def work_order(
     num_programs: int,
     block: int,
 ) -> np.ndarray:
-    """Return (tile, KV head) of each work item, int32 [num_tiles * num_kv_heads, 2].
+    """Return the work items, int32 [num_tiles * num_kv_heads, 3]: tile, KV head, and 1 where the
+    tile's queries are walked from the first to the last, 0 where from the last to the first.
 
     Args:
         table, num_tiles: the tile map, on the host.
@@ -52,7 +57,11 @@ def work_order(
     tile = np.repeat(np.arange(num_tiles), num_kv_heads)
     head = np.tile(np.arange(num_kv_heads), num_tiles)
     order = np.lexsort((head, tile, head // together, first[which][tile]))
-    found: np.ndarray = np.stack([tile, head], 1)[order].astype(np.int32)
+    tile, head = tile[order], head[order]
+    # the rounds of all programs over one document and the heads that take turns in it
+    starts = np.flatnonzero(np.diff([document[tile], head // together], prepend=-1, axis=1).any(0))
+    rest = np.arange(tile.size) - np.repeat(starts, np.diff(starts, append=tile.size))
+    found: np.ndarray = np.stack([tile, head, rest // num_programs % 2], 1).astype(np.int32)
     return found
 
 

@@ -1,0 +1,159 @@
+"""The Hopper forward on random layouts: as the portable kernels, and again and again the same bits.
+
+A wrong order of shared memory's readers and writers shows now and then only, and most with few
+programs and short tiles: many turns of the same buffers, each with hardly any work in between. So
+the layouts have windows, tiny documents and rows that see nothing, and leave most of the card free.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from kernel_runs import DEVICE, ON_CARD
+
+from hexiseq_triton.kernels import AttentionOptions, HeadMap
+from hexiseq_triton.kernels.forms import form
+from hexiseq_triton.kernels.forward import attention_forward
+from hexiseq_triton.kernels.hopper import guard
+from hexiseq_triton.kernels.launch import Launch
+from hexiseq_triton.kernels.options import PlacedSegment
+from hexiseq_triton.segments import Mask, whole_documents
+
+ON_HOPPER = ON_CARD and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_HOPPER, reason="needs a card of compute capability 9.0"),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+LAYOUTS = 125
+REPEATS = 8
+FREE = (0, 8, 100, 128, 131)
+"""Multiprocessors left to others, of an H100's 132."""
+WINDOWS = (Mask(0, 0), Mask(100, 0), Mask(130, 0), Mask(1000, 0), Mask(17, 90))
+CLOSE = {BF16: {"atol": 2e-2, "rtol": 2**-7}, FP16: {"atol": 3e-3, "rtol": 2**-10}}
+"""Two units in the last place of outputs up to 4."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is compiled in: the layouts of a family share a kernel for each of their launches."""
+
+    head_dim: int
+    dtype: torch.dtype
+    masks: tuple[Mask, ...]
+    num_launches: int = 1
+    sink: bool = False
+    softcap: float = 0.0
+
+
+FAMILIES = {
+    "128 windows": Family(128, BF16, WINDOWS),
+    "128 causal, carried": Family(128, BF16, (Mask(None, 0),), 3),
+    "128 windows, carried, sink": Family(128, FP16, WINDOWS, 2, sink=True),
+    "128 full, carried": Family(128, BF16, (Mask(None, None),), 2),
+    "64 windows": Family(64, BF16, WINDOWS),
+    "64 causal, sink, softcap": Family(64, FP16, (Mask(None, 0),), sink=True, softcap=3.0),
+    "64 windows, carried": Family(64, BF16, WINDOWS, 3),
+    "256 windows, carried": Family(256, BF16, WINDOWS, 2),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_random_layouts_repeat_bitwise_and_match_the_portable_kernels(family: Family) -> None:
+    for seed in range(LAYOUTS):
+        layout = Layout(family, seed)
+        out, lse = layout.run()
+        expected, expected_lse = layout.run_portable()
+        torch.testing.assert_close(out.float(), expected.float(), **CLOSE[family.dtype])
+        torch.testing.assert_close(lse, expected_lse, atol=2e-4, rtol=1e-5)
+        for _ in range(REPEATS):
+            again = layout.run()
+            assert torch.equal(again[0], out), layout
+            assert torch.equal(again[1], lse), layout
+
+
+class Layout:
+    """One attention drawn at random: documents, heads, scale, chunks of keys, free processors."""
+
+    def __init__(self, family: Family, seed: int) -> None:
+        draw = random.Random(seed)
+        self._family, self._seed = family, seed
+        longest = draw.choice([3, 130, 300, 2000])
+        self._lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 6))]
+        q_per_kv, kv_heads = draw.choice([1, 2, 3]), draw.choice([1, 2])
+        scale = draw.choice([0.3, 1.0, 3.0]) * family.head_dim**-0.5
+        options = AttentionOptions(draw.choice(family.masks), scale, family.softcap)
+        self._call = (HeadMap(0, q_per_kv), options)
+        self._sm_margin = draw.choice(FREE)
+        heads = q_per_kv * kv_heads
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        self._q, self._k, self._v = (self._rows(h, generator) for h in (heads, kv_heads, kv_heads))
+        self._sink = torch.linspace(-3.0, 5.0, heads, device=DEVICE) if family.sink else None
+        tokens = sum(self._lengths)
+        cuts = sorted(draw.randint(0, tokens) for _ in range(family.num_launches - 1))
+        self._chunks = [self._keys(*edges) for edges in pairwise([0, *cuts, tokens])]
+
+    def __repr__(self) -> str:
+        return f"layout {self._seed}: {self._lengths} {self._call} {self._sm_margin}"
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse by the Hopper kernel, written over NaN."""
+        from hexiseq_triton.kernels.hopper import forward
+
+        o, lse, out = self._outputs()
+        for i, keys in enumerate(self._chunks):
+            first, last = i == 0, i == len(self._chunks) - 1
+            tensors = (self._q, self._k, self._v, o, lse, out if last else o)
+            forms = [form(x) for x in tensors]
+            sink = self._sink if last else None
+            run = forward.prepare(
+                Launch(*forms[:3], *self._call), *forms, self._segments, keys,
+                sink=None if sink is None else form(sink),
+                first=first, last=last, sm_margin=self._sm_margin,
+            )  # fmt: skip
+            if run is not None:  # else no query sees a key of this chunk
+                run(*tensors, sink)
+        return out, lse
+
+    def run_portable(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same by the portable kernel, in one launch."""
+        _, lse, out = self._outputs()
+        segments = self._segments
+        with patch.object(guard, "runs", lambda *_: False):
+            attention_forward(
+                self._q, self._k, self._v, None, lse, segments, segments, *self._call,
+                first=True, out=out, sink=self._sink,
+            )  # fmt: skip
+        return out, lse
+
+    @property
+    def _segments(self) -> tuple[Any, ...]:
+        return tuple(whole_documents(self._lengths))
+
+    def _rows(self, heads: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw rows between rows of NaN."""
+        tokens, head_dim = sum(self._lengths), self._family.head_dim
+        shape = (tokens + 128, heads, head_dim)
+        buffer = torch.full(shape, torch.nan, dtype=self._family.dtype, device=DEVICE)
+        view = buffer[64 : 64 + tokens]
+        return view.copy_(torch.randn(view.shape, device=DEVICE, generator=generator))
+
+    def _outputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        o = torch.full(self._q.shape, torch.nan, device=DEVICE)
+        lse = torch.full((self._q.shape[1], self._q.shape[0]), torch.nan, device=DEVICE)
+        return o, lse, torch.full_like(self._q, torch.nan)
+
+    def _keys(self, begin: int, end: int) -> tuple[PlacedSegment, ...]:
+        """Return rows [begin, end) as placed segments."""
+        starts = [0, *accumulate(self._lengths)]
+        return tuple(
+            PlacedSegment(document, max(begin - a, 0), min(end, b) - a, max(a, begin))
+            for document, (a, b) in enumerate(pairwise(starts))
+            if max(a, begin) < min(b, end)
+        )

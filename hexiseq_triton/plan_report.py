@@ -14,7 +14,7 @@ from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.terms import Terms
 
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 0.5rem 0 1.5rem }
 th, td { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd }
@@ -48,7 +48,7 @@ def write_report(path: str | Path, plan: Plan, cluster: Cluster, terms: Terms) -
     title = escape(f"Plan for {plan.world_size} GPUs: {plan.strategy}")
     Path(path).write_text(
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n",
+        f"<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n",
         encoding="utf-8",
     )
 

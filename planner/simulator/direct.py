@@ -1,0 +1,315 @@
+"""The runtime's exchange: each chunk straight from its owner to who needs it, in rounds.
+
+Rounds are those of `schedule.transfers`, here for counts of tokens: what ranks need within the same
+`window` chunks of time, if time is counted in key rows. As the runtime does (`ring`, `exchange`), a
+rank takes its transfers in one order: keys of rounds 1 and 2, then after the work on round r
+the gradients of its keys, on their way home, and the keys of round r + 2. A transfer begins once
+both of its ends are there, keys also once there is room: two rounds that arrive take turns. Of one
+round a rank sends to two others at a time, and receives from two, as NCCL takes its peers in turns.
+In backward own keys fill rounds in which nothing arrives; of the rest half comes first and half
+last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from hexiseq_triton.planner.plans import ExchangePlan
+from hexiseq_triton.planner.rates import Floats, Ints
+from hexiseq_triton.planner.simulator.attention import Attention
+from hexiseq_triton.planner.simulator.replicas import ReplicaView
+
+_AT_A_TIME = 2
+"""Transfers that a rank sends at once, and that it receives at once; assumed."""
+_CLOSE = 1e-6
+"""Sums of fractions may fall just short of a whole round."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Transfers of each row as one of their two ends: who waits for whom.
+
+    Attributes:
+        row: the end of each transfer.
+        later: transfers that wait for another one of their row ...
+        before: ... and which.
+        first: transfers that none of their round precedes so.
+        last: transfers that none of their round follows so. Who waits for a round, waits for these.
+    """
+
+    row: Ints
+    later: Ints
+    before: Ints
+    first: Ints
+    last: Ints
+
+    @classmethod
+    def of(cls, row: Ints, at: Ints) -> Turns:
+        """Return the turns of transfers in their order, of rows and rounds."""
+        order = np.argsort(row, kind="stable")
+        before, later = order[:-_AT_A_TIME], order[_AT_A_TIME:]
+        alike = row[before] == row[later]
+        together = alike & (at[before] == at[later])
+        first, last = np.ones(len(row), dtype=bool), np.ones(len(row), dtype=bool)
+        first[later[together]] = last[before[together]] = False
+        return cls(row, later[alike], before[alike], np.flatnonzero(first), np.flatnonzero(last))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Transfers in their order, and what rows do besides.
+
+    Attributes:
+        at: the round of each transfer, from 1.
+        sender: the entry that it comes from.
+        receiver: the entry that it goes to.
+        tokens: what it carries.
+        ends: its turns as a transfer of its sender, and of its receiver.
+        own: [rounds + 2, rows], what part of its own keys a row works on in backward: before the
+            rounds, after each, and at the end.
+        room: [rounds + 1, rows], which round has to be worked on before a row's keys come; 0 is
+            none.
+    """
+
+    at: Ints
+    sender: Ints
+    receiver: Ints
+    tokens: Floats
+    ends: tuple[Turns, Turns]
+    own: Floats
+    room: Ints
+
+    @property
+    def count(self) -> int:
+        return int(self.at.max(initial=0))
+
+
+def direct(attention: Attention, rounds: Rounds) -> Ints:
+    """Add one replica's attention; return what its rows wait for at the end."""
+    return _Direct(attention, rounds).add()
+
+
+class _Direct:
+    """Operations of round after round. Round 0 is of own keys, and in backward the last one too."""
+
+    def __init__(self, attention: Attention, rounds: Rounds) -> None:
+        self.attention, self.rounds = attention, rounds
+        self.ends = rounds.ends
+        self.sender, self.receiver = (end.row for end in rounds.ends)
+        self.steps = rounds.count + (2 if attention.backward else 1)
+        self._take()
+
+    def _take(self) -> None:
+        """Take numbers, in each step for its gates and work, next round's keys, and returns."""
+        row, at = np.arange(len(self.attention.view.rank)), self.rounds.at
+        starts = np.searchsorted(at, np.arange(self.steps + 2))
+        moved, each = np.diff(starts), np.full(self.steps, len(row))
+        parts = [each, each, moved[1:]]
+        if self.attention.backward:
+            parts += [each, moved[:-1]]
+        sizes = np.stack(parts, axis=1)
+        ops = self.attention.builder.take(int(sizes.sum()))
+        first = ops[0] + np.cumsum(sizes).reshape(sizes.shape) - sizes
+        within = np.arange(len(at)) - starts[at]
+        self.gate, self.computing = (first[:, part, None] + row for part in (0, 1))
+        self.keys = first[at - 1, 2] + within
+        if self.attention.backward:
+            self.return_gate = first[:, 3, None] + row
+            self.returns = first[at, 4] + within
+
+    def add(self) -> Ints:
+        """Add everything; return what rows wait for at the end."""
+        attention, view = self.attention, self.attention.view
+        heads = view.entry_heads[self.rounds.receiver]
+        num_bytes = view.bytes_per_token * heads * self.rounds.tokens
+        keys = attention.hops(self.sender, self.receiver, num_bytes)
+        returns = [keys.returned()] if attention.backward else []
+        slowed = attention.slowed(keys, *returns)
+        attention.compute(self.computing, slowed, self._shares(heads))
+        attention.move(self.keys, slowed, keys)
+        self._in_turns(self.keys)
+        for hops in returns:
+            attention.move(self.returns, slowed, hops, gradients=True)
+            self._in_turns(self.returns)
+        self._wait()
+        if attention.backward:
+            self._wait_for_returns()
+        return self._done()
+
+    def _in_turns(self, ops: Ints) -> None:
+        for end in self.ends:
+            self.attention.builder.after(ops[end.later], ops[end.before])
+
+    def _shares(self, heads: Floats) -> Floats:
+        """Return [steps, rows], what part of a row's attention each round is."""
+        view = self.attention.view
+        own = np.diag(view.share)[view.group]
+        share = np.zeros((self.steps, len(own)))
+        share[0] = own
+        if self.attention.backward:
+            share[:] = own * self.rounds.own
+        pair = view.group[self.receiver], view.group[self.sender]
+        of_heads = heads / np.diff(view.kv_ranges, axis=1)[self.receiver, 0]
+        part = view.share[pair] * of_heads * self.rounds.tokens / view.fetched[pair]
+        np.add.at(share, (self.rounds.at, self.receiver), part)
+        return share
+
+    def _wait(self) -> None:
+        after, at, begin = self.attention.builder.after, self.rounds.at, self.attention.begin
+        after(self.gate[0], begin)
+        after(self.gate[1:], self.gate[:-1])
+        step, row = np.nonzero(self.rounds.room)
+        after(self.gate[step - 1, row], self.computing[self.rounds.room[step, row], row])
+        after(self.computing[0], begin)
+        after(self.computing[1:], self.computing[:-1])
+        for end in self.ends:
+            first, last = end.first, end.last
+            after(self.keys[first], self.gate[at[first] - 1, end.row[first]])
+            after(self.gate[at[last], end.row[last]], self.keys[last])
+        arrived = self.ends[1].last
+        after(self.computing[at[arrived], self.receiver[arrived]], self.keys[arrived])
+
+    def _wait_for_returns(self) -> None:
+        """Let gradients leave after the work and the next round's keys, and come before the end."""
+        after, at = self.attention.builder.after, self.rounds.at
+        after(self.return_gate, self.gate)
+        for end in self.ends:
+            first, last, row = end.first, end.last, end.row
+            after(self.returns[first], self.return_gate[at[first], row[first]])
+            after(self.return_gate[at[last] - 1, row[last]], self.keys[last])
+            after(self.gate[at[last] + 1, row[last]], self.returns[last])
+            added = last[at[last] + 2 < self.steps]  # a rank adds what returned before it works on
+            after(self.computing[at[added] + 2, row[added]], self.returns[added])
+        worked = at[self.ends[1].last], self.receiver[self.ends[1].last]
+        after(self.return_gate[worked], self.computing[worked])
+
+    def _done(self) -> Ints:
+        builder = self.attention.builder
+        done = builder.take(len(self.attention.view.rank))
+        builder.after(done, self.computing[-1])
+        if self.attention.backward:
+            for end in self.ends:
+                builder.after(done[end.row[end.last]], self.returns[end.last])
+        return done
+
+
+def rounds_of(view: ReplicaView, exchange: ExchangePlan) -> Rounds:
+    """Return the transfers of one attention layer, and where own keys are worked on."""
+    by_rank = np.argsort(view.rank, kind="stable")
+    need, sender, receiver, tokens = _needed(
+        by_rank,
+        view.group,
+        view.tokens,
+        view.fetched,
+        view.entry_starts,
+        view.entry_heads,
+        view.servers,
+        exchange.chunk_tokens,
+    )
+    round_tokens = exchange.window * exchange.chunk_tokens
+    at = ((need - need.min(initial=np.inf)) / round_tokens + _CLOSE).astype(np.int64) + 1
+    order = np.argsort(need, kind="stable")
+    ends_of = view.entry_row[sender[order]], view.entry_row[receiver[order]]
+    order = order[np.argsort(_turns(at[order], *ends_of, len(view.rank)), kind="stable")]
+    at, sender, receiver = at[order], sender[order], receiver[order]
+    arrives = np.zeros((int(at.max(initial=0)) + 1, len(view.rank)), dtype=np.bool_)
+    arrives[at, view.entry_row[receiver]] = True
+    heads = np.diff(view.kv_ranges, axis=1)[:, 0]
+    own = _own_shares(arrives, heads, view.tokens[view.group], round_tokens)
+    ends = Turns.of(view.entry_row[sender], at), Turns.of(view.entry_row[receiver], at)
+    return Rounds(at, sender, receiver, tokens[order], ends, own, _rooms(arrives))
+
+
+@numba.njit(cache=True)
+def _needed(
+    rows: Ints,
+    group: Ints,
+    group_tokens: Floats,
+    fetched: Floats,
+    entry_starts: Ints,
+    entry_heads: Floats,
+    servers: Ints,
+    chunk_tokens: int,
+) -> tuple[Floats, Ints, Ints, Floats]:
+    """Return when each chunk is needed, entries of its ends, and its tokens; row after row."""
+    groups = len(group_tokens)
+    total = 0
+    for row in rows:
+        for source in range(groups):
+            chunks = int(np.ceil(fetched[group[row], source] / chunk_tokens))
+            total += chunks * (entry_starts[row + 1] - entry_starts[row])
+    need, tokens = np.empty(total), np.empty(total)
+    sender, receiver = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
+    found = 0
+    for row in rows:
+        here = group[row]
+        passed = group_tokens[here]
+        for step in range(1, groups):
+            source = (here - step) % groups
+            chunks = int(np.ceil(fetched[here, source] / chunk_tokens))
+            for _ in range(chunks):
+                for entry in range(entry_starts[row], entry_starts[row + 1]):
+                    need[found], tokens[found] = passed, fetched[here, source] / chunks
+                    sender[found], receiver[found] = servers[source, entry], entry
+                    found += 1
+                passed += group_tokens[source] / chunks
+    return need, sender, receiver, tokens
+
+
+@numba.njit(cache=True)
+def _turns(at: Ints, sender: Ints, receiver: Ints, rows: int) -> Ints:
+    """Return numbers to sort by: in each round, the first turn in which both ends are free."""
+    most = len(at) + 1
+    departures, arrivals = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    turns = np.empty(len(at), dtype=np.int64)
+    for i in range(len(at)):
+        turn = max(at[i] * most, arrivals[receiver[i]], departures[sender[i]])
+        arrivals[receiver[i]] = departures[sender[i]] = turn + 1
+        turns[i] = turn
+    return turns
+
+
+@numba.njit(cache=True)
+def _own_shares(
+    arrives: NDArray[np.bool_], heads: Ints, group_tokens: Floats, round_tokens: int
+) -> Floats:
+    """Return what part of its own keys each row works on when, in whole heads.
+
+    As `ring.own_shares` does.
+    """
+    rounds, rows = arrives.shape
+    shares = np.zeros((rounds + 1, rows))
+    for row in range(rows):
+        if heads[row] == 0:
+            shares[0, row] = 1.0
+            continue
+        empty = rounds - 1 - arrives[1:, row].sum()
+        share = heads[row] * round_tokens / max(1.0, group_tokens[row])
+        share = min(share, max(0, heads[row] - 1) / max(1, empty))
+        done = (heads[row] - share * empty) / 2
+        before = round(done + 0.25)
+        shares[0, row] = before / heads[row]
+        for at in range(1, rounds):
+            done += 0.0 if arrives[at, row] else share
+            now = max(before, round(done + 0.25))
+            shares[at, row] = (now - before) / heads[row]
+            before = now
+        shares[rounds, row] = 1 - before / heads[row]
+    return shares
+
+
+@numba.njit(cache=True)
+def _rooms(arrives: NDArray[np.bool_]) -> Ints:
+    """Return the last round but one that arrived before each that arrives; 0 for none."""
+    rooms = np.zeros(arrives.shape, dtype=np.int64)
+    for row in range(arrives.shape[1]):
+        last, before = 0, 0
+        for at in range(1, len(arrives)):
+            if arrives[at, row]:
+                rooms[at, row] = before
+                last, before = at, last
+    return rooms

@@ -1,0 +1,138 @@
+"""The ports that bytes pass, numbered, and how long each one takes for them.
+
+Every rank has a port into its node and a NIC to other nodes, each with two directions, and a copy
+engine. Where the node has no NVLink, the port is PCIe, and what goes to the NIC passes it too. An
+uplink joins a node's NICs to the others; it counts only where it is oversubscribed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hexiseq_triton.planner.rates import Floats, Ints, Rates
+from hexiseq_triton.planner.simulator.conditions import Conditions
+from hexiseq_triton.planner.traffic import Ports
+
+PORT_OUT, PORT_IN, NIC_OUT, NIC_IN, COPY_ENGINE, UPLINK_OUT, UPLINK_IN = range(7)
+"""Port number = class * world size + rank, for uplinks + node."""
+OUTWARDS, INWARDS = (PORT_OUT, NIC_OUT), (PORT_IN, NIC_IN)
+_CLASSES = 7
+
+
+class Uses(NamedTuple):
+    """Ports that operations use: arrays over uses. `at` is the place of the operation."""
+
+    at: Ints
+    port: Ints
+    num_bytes: Floats
+    seconds: Floats
+
+
+_Part = tuple[NDArray[np.bool_], int, Ints, Floats, Floats]
+"""Which rows use a class of ports, whose ports, bytes, and bytes/s."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The ports of a cluster under some conditions."""
+
+    rates: Rates
+    conditions: Conditions
+
+    @property
+    def world_size(self) -> int:
+        return len(self.rates.node)
+
+    @property
+    def num_ports(self) -> int:
+        return _CLASSES * self.world_size
+
+    def rank_of(self, port: Ints) -> Ints:
+        """Return the rank of ports; -1 for uplinks."""
+        result: Ints = np.where(port < UPLINK_OUT * self.world_size, port % self.world_size, -1)
+        return result
+
+    @cached_property
+    def _uplink(self) -> Floats:
+        """Bytes/s of each node's uplink."""
+        nics = np.bincount(self.rates.node, self.rates.across)
+        result: Floats = nics / self.conditions.oversubscription
+        return result
+
+    def latency(self, sender: Ints, receiver: Ints) -> Floats:
+        """Return seconds before bytes flow."""
+        rates = self.rates
+        near = rates.node[sender] == rates.node[receiver]
+        result: Floats = np.where(
+            near, rates.in_node_latency[receiver], rates.across_latency[receiver]
+        )
+        return result
+
+    def point_to_point(self, sender: Ints, receiver: Ints, num_bytes: Floats) -> Uses:
+        """Return the ports of transfers; empty ones use none."""
+        rates = self.rates
+        near = (rates.node[sender] == rates.node[receiver]) & (num_bytes > 0)
+        far = (rates.node[sender] != rates.node[receiver]) & (num_bytes > 0)
+        parts: list[_Part] = []
+        for rank, port, nic, uplink in (
+            (sender, PORT_OUT, NIC_OUT, UPLINK_OUT),
+            (receiver, PORT_IN, NIC_IN, UPLINK_IN),
+        ):
+            inside = near | (far & rates.shares_port[rank])
+            parts.append((inside, port, rank, num_bytes, rates.in_node[rank]))
+            parts.append((far, nic, rank, num_bytes, rates.across[rank]))
+            if self.conditions.oversubscription > 1:
+                node = rates.node[rank]
+                parts.append((far, uplink, node, num_bytes, self._uplink[node]))
+        if self.conditions.copy_engine:
+            parts.append((near, COPY_ENGINE, sender, num_bytes, rates.in_node[sender]))
+        return self._gathered(parts)
+
+    def all_to_all(self, rank: Ints, traffic: Ports) -> Uses:
+        """Return the ports of all-to-alls, of each row's rank; across nodes they reach less."""
+        rates = self.rates
+        shares, across = rates.shares_port[rank], rates.across_all_to_all[rank]
+        parts: list[_Part] = []
+        for port, nic, uplink, near, far in (
+            (PORT_OUT, NIC_OUT, UPLINK_OUT, traffic.out_in_node, traffic.out_across),
+            (PORT_IN, NIC_IN, UPLINK_IN, traffic.in_in_node, traffic.in_across),
+        ):
+            inside = near + np.where(shares, far, 0.0)
+            parts.append((inside > 0, port, rank, inside, rates.in_node[rank]))
+            parts.append((far > 0, nic, rank, far, across))
+            if self.conditions.oversubscription > 1:
+                node = rates.node[rank]
+                rate = self._uplink[node] * across / rates.across[rank]
+                parts.append((far > 0, uplink, node, far, rate))
+        return self._gathered(parts)
+
+    def in_rings(self, rank: Ints, near: Floats, far: Floats) -> Uses:
+        """Return the ports of collectives in rings: each rank sends what it receives.
+
+        Args:
+            rank: of each row.
+            near: bytes through each row's port; on PCIe they include those to the NIC.
+            far: bytes through its NIC.
+        """
+        rates, node = self.rates, self.rates.node[rank]
+        parts: list[_Part] = []
+        for port, nic, uplink in ((PORT_OUT, NIC_OUT, UPLINK_OUT), (PORT_IN, NIC_IN, UPLINK_IN)):
+            parts.append((near > 0, port, rank, near, rates.in_node[rank]))
+            parts.append((far > 0, nic, rank, far, rates.across[rank]))
+            if self.conditions.oversubscription > 1:
+                parts.append((far > 0, uplink, node, far, self._uplink[node]))
+        return self._gathered(parts)
+
+    def _gathered(self, parts: list[_Part]) -> Uses:
+        """Return the uses of parts."""
+        found = []
+        for used, kind, whose, num_bytes, rate in parts:
+            index = np.flatnonzero(used)
+            size = num_bytes[index]
+            found.append((index, kind * self.world_size + whose[index], size, size / rate[index]))
+        return Uses(*(np.concatenate(column) for column in zip(*found, strict=True)))

@@ -1,0 +1,349 @@
+"""The simulator against hand calculation: closed forms, limits, what must add up, two engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from random import Random
+from time import process_time
+
+import numpy as np
+import pytest
+from drawn_problems import drawn_layout, drawn_problem, problem_for
+from invented import CARD, MODEL, cluster_of, cluster_of_nodes, one_each, one_replica
+
+from hexiseq_triton.planner.clusters import Cluster
+from hexiseq_triton.planner.cost import Cost, evaluate
+from hexiseq_triton.planner.partition import deal
+from hexiseq_triton.planner.plans import ExchangePlan, Plan, Split
+from hexiseq_triton.planner.problem import Group, Work
+from hexiseq_triton.planner.schedule import transfers
+from hexiseq_triton.planner.simulator import ENGINES, MODES, Conditions, layer_seconds, simulate
+from hexiseq_triton.planner.simulator.direct import rounds_of
+from hexiseq_triton.planner.simulator.fair_sharing import fair_sharing
+from hexiseq_triton.planner.simulator.graph import KEYS, Builder
+from hexiseq_triton.planner.simulator.layer import Compiler
+from hexiseq_triton.planner.simulator.links import Uses
+from hexiseq_triton.planner.simulator.occupancy import fullest_port_seconds
+from hexiseq_triton.planner.simulator.replicas import replica_views
+from hexiseq_triton.segments import CAUSAL, merge
+
+RINGS = ("lockstep", "async", "streamed")
+FREE = {"network_gb_per_s": 1e9}
+ROW = 2 * 2 * 2 * 16  # bytes of a token's keys and values: both KV heads of MODEL, bf16
+
+
+def slow_links(nodes: int, gpus: int = 1) -> Cluster:
+    """Return nodes whose GPUs compute in no time; a NIC carries 0.8 GB/s, a port in a node 750."""
+    cards = ["card"] * gpus
+    return cluster_of_nodes(
+        cards, count=nodes, intra_gb_per_s=1000, network_gb_per_s=1.0, dense_tflops=1e9
+    )
+
+
+def forward_seconds(cost: Cost, mode: str, engine: str = "event") -> float:
+    """Return what one layer's forward takes without FSDP, which would share the links."""
+    return layer_seconds(cost, mode=mode, engine=engine)[0]  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_gpu_takes_what_the_cost_model_says(engine: str) -> None:
+    cost = evaluate(problem_for(cluster_of(1), MODEL, seq_len=1000), one_each(1000))
+
+    found = simulate(cost, engine=engine)  # type: ignore[arg-type]
+
+    memory = 1000e9 * 0.8
+    embedding = 8 * (2 * 2 + 2 + 2 * 4) * 64 * 1000 / memory  # which the cost model leaves out
+    assert found.step_seconds == pytest.approx(cost.step_seconds + embedding, rel=1e-9)
+    assert found.compute_seconds == pytest.approx([found.step_seconds], rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mode", MODES)
+def test_free_links_leave_computing_alone(mode: str, engine: str) -> None:
+    cost = evaluate(problem_for(cluster_of(4), MODEL, seq_len=4000), one_each(*[1000] * 4))
+
+    found = forward_seconds(cost, mode, engine)
+    assert found == pytest.approx(cost.directions[0][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mode", RINGS)
+def test_a_ring_without_computing_takes_its_hops(mode: str, engine: str) -> None:
+    cost = evaluate(problem_for(slow_links(5), MODEL, seq_len=5000), one_each(*[1000] * 5))
+
+    hop = 1000 * ROW / 0.8e9
+    assert forward_seconds(cost, mode, engine) == pytest.approx(4 * hop, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gathering_without_computing_takes_all_other_blocks(engine: str) -> None:
+    cost = evaluate(problem_for(slow_links(5), MODEL, seq_len=5000), one_each(*[1000] * 5))
+
+    found = forward_seconds(cost, "all_gather", engine)
+    assert found == pytest.approx(4 * 1000 * ROW / 0.8e9, rel=1e-2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_group_takes_its_slowest_rank_and_all_to_alls(engine: str) -> None:
+    slow = cluster_of_nodes(["card", "half"], network_gb_per_s=1e-2)
+    layout = one_replica(Group((0, 1), (700, 300), (1, 3)))
+    cost = evaluate(problem_for(slow, MODEL, seq_len=1000), layout)
+
+    assert forward_seconds(cost, "direct", engine) == pytest.approx(cost.directions[0][0], rel=5e-3)
+
+
+# -------------------------------------------------------------------- speeds 400 : 190
+
+
+@pytest.mark.parametrize(
+    ("mode", "gain"),
+    [("lockstep", 1.145), ("async", 1.553), ("streamed", 1.553), ("direct", 1.553)],
+)
+def test_uneven_shards_gain_less_in_lock_step(mode: str, gain: float) -> None:
+    """Half the ranks 400, half 190: in lock-step mean^2 / (min max), else mean / min."""
+    cards = {
+        name: CARD | FREE | {"dense_tflops": speed}
+        for name, speed in (("fast", 400e-3), ("slow", 190e-3))
+    }
+    content = {"nodes": [{"name": "n", "gpus": {"fast": 4, "slow": 4}}], "gpus": cards}
+    model = replace(MODEL, hidden=1, ffn=1, vocab=1)  # attention is all there is to do
+    problem = problem_for(Cluster.from_mapping(content), model, seq_len=8 * 2950)
+
+    even = evaluate(problem, one_each(*[2950] * 8))
+    uneven = evaluate(problem, one_each(*[4000] * 4, *[1900] * 4))
+    measured = forward_seconds(even, mode) / forward_seconds(uneven, mode)
+    assert measured == pytest.approx(gain, abs=2e-3)
+
+
+# -------------------------------------------------------------------- what must add up
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_sent_are_received_and_flops_are_all_there(seed: int) -> None:
+    rng = Random(seed)
+    problem = drawn_problem(rng)
+    cost = evaluate(problem, drawn_layout(rng, problem))
+    rows, work = cost.rows, problem.work
+    linear = work.linear_per_token * rows.tokens.sum()
+    attention = (cost.forward.attention * problem.rates.attention_forward[rows.rank]).sum()
+
+    for mode in MODES[:-1]:
+        compiler = Compiler(cost, mode, Conditions())
+        forward, backward = compiler.forward(), compiler.backward()
+        for graph in (forward, backward):
+            sent = np.bincount(graph.use_port // problem.cluster.world_size, graph.use_bytes, 4)
+            assert sent[0::2].sum() == pytest.approx(sent[1::2].sum(), rel=1e-9)
+        assert forward.flops.sum() == pytest.approx(linear + attention, rel=1e-9)
+        again = linear + attention
+        back = Work.BACKWARD_LINEAR * linear + Work.BACKWARD_ATTENTION * attention
+        assert backward.flops.sum() == pytest.approx(again + back, rel=1e-9)
+
+
+def test_every_mode_moves_the_keys_it_should() -> None:
+    problem = problem_for(cluster_of(6), MODEL, seq_len=6000)
+    groups = [Group((0, 1), (1500, 500), (3, 1)), Group((2, 3, 4), (900,) * 3, (1, 1, 2))]
+    cost = evaluate(problem, one_replica(*groups, Group((5,), (1300,), (4,))))
+    one_token = ROW / 2  # of one KV head
+
+    moved = {}
+    for mode in ("direct", *RINGS):
+        graph = Compiler(cost, mode, Conditions()).forward()  # type: ignore[arg-type]
+        keys = (graph.kind == KEYS) & (graph.peer >= 0)
+        each = [
+            graph.use_bytes[graph.use_starts[op]]
+            if graph.use_starts[op] < graph.use_starts[op + 1]
+            else 0.0
+            for op in np.flatnonzero(keys)
+        ]
+        moved[mode] = sum(each) / one_token
+
+    held = np.add.reduceat(cost.rows.kv_heads, cost.rows.group_starts)  # copies count
+    tokens = cost.rows.group_tokens
+    around = sum(held[g] * (tokens.sum() - tokens[g]) for g in range(3))
+    assert [moved[mode] for mode in RINGS] == pytest.approx([around] * 3)
+    view = replica_views(cost)[0]
+    assert moved["direct"] == pytest.approx(sum(held * view.fetched.sum(axis=1)))
+    assert moved["direct"] < around
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_ranks_time_is_computing_exposed_and_idle(seed: int, engine: str) -> None:
+    rng = Random(seed)
+    problem = drawn_problem(rng)
+    cost = evaluate(problem, drawn_layout(rng, problem))
+
+    for mode in MODES[:-1]:
+        found = simulate(cost, mode=mode, engine=engine)  # type: ignore[arg-type]
+        for part in found.sections.values():
+            parts = np.array([part.computing, part.exposed, part.idle])
+            assert parts.min() >= -1e-9 * part.length
+            assert parts.sum(axis=0) == pytest.approx(
+                np.full(problem.cluster.world_size, part.length)
+            )
+            assert part.seconds >= fullest_port_seconds(part.graph) * (1 - 1e-9)
+        assert 0 < found.mfu < 1
+        assert found.tokens_per_s == problem.workload.step_tokens / found.step_seconds
+
+
+# -------------------------------------------------------------------- two engines
+
+
+@pytest.mark.parametrize("gb_per_s", [12.5, 25])
+@pytest.mark.parametrize("seq_len", [32768, 131072])
+@pytest.mark.parametrize("mode", RINGS)
+def test_engines_agree_where_no_link_is_shared(mode: str, seq_len: int, gb_per_s: float) -> None:
+    """7b, 16 GPUs of two models on slow NICs: a ring's transfers have ports of their own.
+
+    Not so in the asynchronous ring's backward, where keys and gradients leave a rank side by side.
+    """
+    nodes = [
+        {"name": name, "count": 8, "gpus": [gpu]}
+        for name, gpu in (("h", "H100-SXM"), ("a", "A100-SXM-80GB"))
+    ]
+    cluster = Cluster.from_mapping({"inter_gb_per_s": gb_per_s, "nodes": nodes})
+    problem = problem_for(cluster, "7b", seq_len=seq_len)
+    most, least = seq_len // 16 * 3 // 2, seq_len // 16 // 2
+    groups = [Group((r,), (most if r < 8 else least,), (32,)) for r in range(16)]
+    cost = evaluate(problem, one_replica(*groups))
+
+    fast, event = (layer_seconds(cost, mode=mode, engine=engine) for engine in ENGINES)  # type: ignore[arg-type]
+    assert fast[0] == pytest.approx(event[0], rel=1e-2)
+    if mode != "async":
+        assert fast[1] == pytest.approx(event[1], rel=1e-2)
+
+
+def test_communication_binds_where_it_should() -> None:
+    """At 12.5 GB/s and 32K tokens a ring of 16 computes little; at 128K more."""
+    cluster = cluster_of(1, nodes=16, network_gb_per_s=12.5, dense_tflops=400)
+    shares = []
+    for seq_len in (32768, 131072):
+        groups = [Group((r,), (seq_len // 16,), (32,)) for r in range(16)]
+        cost = evaluate(problem_for(cluster, "7b", seq_len=seq_len), one_replica(*groups))
+        found = simulate(cost, mode="async", engine="event")
+        shares.append(float(found.compute_seconds.mean()) / found.step_seconds)
+    assert shares[0] < 0.15 < shares[1]
+
+
+def test_links_are_shared_max_min_fairly() -> None:
+    """Ports carry 1 byte/s. a: 0 to 1. b: 0 to 2, whose port takes 0.2. c: 3 to 1."""
+    builder = Builder(8)
+    a, b, c = (builder.take(1) for _ in range(3))
+    ports = {0: (0, 5), 1: (0, 6), 2: (3, 5)}  # senders' ports 0 to 3, receivers' 4 to 7
+    for op, flow in ((a, 0), (b, 1), (c, 2)):
+        port = np.array(ports[flow])
+        seconds = np.where(port == 6, 5.0, 1.0)
+        at, num_bytes = np.zeros(2, dtype=np.int64), np.ones(2)
+        ends = (np.array([0]), np.array([1]))
+        builder.transfer(op, KEYS, ends, np.zeros(1), Uses(at, port, num_bytes, seconds))
+
+    _, stop = fair_sharing(builder.build())
+    # a and c halve port 5; then b goes on alone at 0.2, its limit throughout
+    assert stop == pytest.approx([2.0, 5.0, 2.0])
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_direct_transfers_are_the_runtimes(window: int) -> None:
+    """Rounds, ends and rows as `schedule.transfers` makes them of real segments."""
+    exchange = ExchangePlan(chunk_tokens=32, window=window)
+    splits = [Split((200, 120), (3, 1)), Split((256,), (4,)), Split((64, 64, 64), (1, 2, 1))]
+    plan = Plan.from_splits(splits, num_kv_heads=2, exchange=exchange)
+    tokens = [group.tokens for group in plan.replicas[0].groups]
+    segments = [merge(chain.from_iterable(ranks)) for ranks in deal(plan, 0, (sum(tokens),))]
+    expected: dict[tuple[int, ...], float] = {}
+    for item in transfers(plan.replicas[0], segments, CAUSAL, 32, window):
+        key = (item.round + 1, item.sender, item.receiver)
+        heads = item.kv_heads[1] - item.kv_heads[0]
+        expected[key] = expected.get(key, 0.0) + heads * item.num_rows
+
+    problem = problem_for(cluster_of(6), MODEL, exchange, seq_len=sum(tokens), global_batch=1)
+    groups = [
+        Group(
+            tuple(s.rank for s in g.ranks),
+            tuple(s.tokens for s in g.ranks),
+            tuple(s.num_q_heads for s in g.ranks),
+        )
+        for g in plan.replicas[0].groups
+    ]
+    view = replica_views(evaluate(problem, one_replica(*groups, passes=1)))[0]
+    rounds = rounds_of(view, exchange)
+    found: dict[tuple[int, ...], float] = {}
+    row = view.entry_row
+    for at, sender, receiver, carried in zip(
+        rounds.at, rounds.sender, rounds.receiver, rounds.tokens, strict=True
+    ):
+        key = (int(at), int(view.rank[row[sender]]), int(view.rank[row[receiver]]))
+        found[key] = found.get(key, 0.0) + carried * view.entry_heads[receiver]
+    assert found == pytest.approx(expected)
+
+
+# -------------------------------------------------------------------- conditions
+
+
+def uneven_pair(**conditions: object) -> float:
+    cost = evaluate(problem_for(cluster_of(2), MODEL, seq_len=2000), one_each(1000, 1000))
+    return simulate(cost, conditions=Conditions(**conditions)).step_seconds  # type: ignore[arg-type]
+
+
+def test_the_same_seed_gives_the_same_step_and_another_one_another() -> None:
+    assert uneven_pair(jitter=0.1, seed=1) == uneven_pair(jitter=0.1, seed=1)
+    assert uneven_pair(jitter=0.1, seed=1) != uneven_pair(jitter=0.1, seed=2)
+    assert uneven_pair() == uneven_pair()
+
+
+def test_jitter_makes_ranks_wait_for_the_unluckiest() -> None:
+    assert uneven_pair(jitter=0.1, seed=3) > uneven_pair()
+
+
+def test_a_straggler_paces_the_step() -> None:
+    assert uneven_pair(stragglers={1: 1.5}) == pytest.approx(1.5 * uneven_pair(), rel=1e-3)
+
+
+def test_an_oversubscribed_uplink_slows_what_leaves_the_node() -> None:
+    groups = [Group((r,), (1000,), (4,)) for r in (0, 2, 1, 3)]  # every hop leaves its node
+    cost = evaluate(problem_for(slow_links(2, gpus=2), MODEL, seq_len=4000), one_replica(*groups))
+
+    seconds = [
+        simulate(
+            cost, mode="lockstep", engine="event", conditions=Conditions(oversubscription=times)
+        ).layer_seconds[0]
+        for times in (1.0, 3.0)
+    ]
+    assert seconds[1] == pytest.approx(3 * seconds[0], rel=1e-2)
+
+
+def test_copy_engines_leave_computing_at_full_speed() -> None:
+    cluster = cluster_of(4, network_gb_per_s=1.0, dense_tflops=1000)
+    cost = evaluate(problem_for(cluster, MODEL, seq_len=40_000), one_each(*[10_000] * 4))
+    with_kernels, with_engines = (
+        simulate(cost, mode="async", conditions=Conditions(copy_engine=on)) for on in (False, True)
+    )
+    assert with_engines.compute_seconds.sum() < 0.999 * with_kernels.compute_seconds.sum()
+
+
+# -------------------------------------------------------------------- speed
+
+
+def largest() -> Cost:
+    """128 GPUs of two models, groups of one: the layout with the most transfers."""
+    node = {"name": "n", "count": 16, "gpus": {"H100-SXM": 4, "A100-SXM-80GB": 4}}
+    cluster = Cluster.from_mapping({"inter_gb_per_s": 25, "nodes": [node]})
+    problem = problem_for(cluster, "7b", seq_len=131072)
+    return evaluate(problem, one_replica(*(Group((r,), (1024,), (32,)) for r in range(128))))
+
+
+@pytest.mark.parametrize(("engine", "seconds"), [("fast", 0.02), ("event", 2.0)])
+def test_128_ranks_take_little_time(engine: str, seconds: float) -> None:
+    """20 ms and 2 s are the budgets; three times that, since CI's machine may be slow and busy."""
+    cost = largest()
+    for mode in MODES:
+        spent = []
+        for _ in range(3 if engine == "fast" else 1):
+            before = process_time()
+            simulate(cost, mode=mode, engine=engine)  # type: ignore[arg-type]
+            spent.append(process_time() - before)
+        assert min(spent) < 3 * seconds, mode

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from hexiseq_triton.flash import flash_attn_func, flash_attn_varlen_func
     from hexiseq_triton.layout import BatchLayout
     from hexiseq_triton.module import HexiSeqAttention
-    from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split, Workload, plan
+    from hexiseq_triton.planner import (
+        Cluster,
+        ModelSpec,
+        Plan,
+        Split,
+        Workload,
+        max_seq_len,
+        plan,
+        resplit,
+    )
     from hexiseq_triton.rope import Rope
     from hexiseq_triton.shard import LocalBatch
 
@@ -53,7 +62,9 @@ _HOME = {
     "flash_attn_varlen_func": "flash",
     "hexiseq_attention": "attention",
     "init": "context",
+    "max_seq_len": "planner",
     "plan": "planner",
+    "resplit": "planner",
 }
 
 __all__ = [
@@ -77,7 +88,9 @@ __all__ = [
     "flash_attn_varlen_func",
     "hexiseq_attention",
     "init",
+    "max_seq_len",
     "plan",
+    "resplit",
 ]
 
 

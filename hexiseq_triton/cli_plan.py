@@ -16,12 +16,14 @@ from hexiseq_triton.cli_files import GpuFileOption
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.plan_tables import (
     assumed_lines,
+    bound_line,
     certificate_line,
     print_line,
     print_plan,
     step_line,
     terms_tables,
 )
+from hexiseq_triton.planner.bound import lower_bound
 from hexiseq_triton.planner.certify import certify
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost
@@ -68,7 +70,8 @@ def plan_command(
         bool, typer.Option("--explain", help="print what each rank's step consists of")
     ] = False,
     check_splits: Annotated[
-        bool, typer.Option("--certify", help="let CBC look for a better split in every group")
+        bool,
+        typer.Option("--certify", help="let CBC tighten the bound, and seek better splits"),
     ] = False,
     report: Annotated[Path | None, typer.Option(help="write an HTML page with plots")] = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
@@ -107,15 +110,20 @@ def plan_command(
 
         write_report(report, result, loaded_cluster, terms_of(cost))
     certificates = certify(cost) if check_splits else []
+    bound = lower_bound(cost.problem, whole_heads=check_splits)
+    assert bound is not None, "the plan fits"
     if as_json:
         summary = plan_summary(result, loaded_cluster, terms_of(cost) if explain else None)
         summary["certificates"] = [asdict(certificate) for certificate in certificates]
+        summary["bounds"] = asdict(bound) | {"binding": bound.binding}
         print(json.dumps(summary | {"planning_seconds": planning_seconds}))
         return
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
     print_plan(result, console)
     for line in assumed_lines(loaded_cluster):
         print_line(line, console)
+    if check_splits or explain:
+        print_line(bound_line(bound), console)
     if certificates:
         print_line(certificate_line(certificates), console)
     if explain:

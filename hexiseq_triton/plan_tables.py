@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hexiseq_triton.plan_rows import Row, Section, plan_sections, spans
+from hexiseq_triton.planner.bound import Bound
 from hexiseq_triton.planner.certify import Certificate
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost
@@ -214,6 +215,20 @@ def step_line(cost: Cost) -> str:
         f"{cost.logits_seconds.max():.4g} + FSDP outside layers {boundary_seconds(problem):.4g}) + "
         f"optimizer {optimizer_seconds(problem).max():.4g}"
     )
+
+
+def bound_line(bound: Bound) -> str:
+    """Return the lower bounds, the one that binds first."""
+    names = {
+        "layers": f"all computing on all GPUs, FSDP beside it, {bound.layers:.4g} s",
+        "heads": f"with whole heads {bound.heads:.4g} s",
+        "cut": f"rows that must enter GPUs or nodes {bound.cut:.4g} s",
+    }
+    others = [
+        text for name, text in names.items() if name != bound.binding and getattr(bound, name)
+    ]
+    passes = f"memory asks for {bound.passes} pass{'es' if bound.passes > 1 else ''}"
+    return f"bounds: {names[bound.binding]} binds; {', '.join([*others, passes])}"
 
 
 def certificate_line(certificates: Sequence[Certificate]) -> str:

@@ -12,7 +12,8 @@ place; there a group's time counts as proportional to its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,21 +27,12 @@ _ALIKE = 1.0005
 """Groups whose times differ by less need no further round."""
 
 
-def balanced(
-    splitter: Splitter,
-    frame: Frame,
-    grouping: Sequence[Ranks],
-    sequences: int,
-    rounds: int,
-    quick: bool = False,
-    start: Sequence[float] | None = None,
-    in_order: bool = False,
-) -> Cost:
-    """Return the cost of one replica of these groups, all other ranks idle.
+@dataclass(frozen=True)
+class Dealing:
+    """One replica whose tokens are to be dealt to groups.
 
-    Args:
-        splitter: the problem.
-        frame: name, passes and arrangement.
+    Attributes:
+        name: of the layout.
         grouping: ranks of each group.
         sequences: of the replica, in one pass.
         rounds: evaluations at most.
@@ -49,27 +41,64 @@ def balanced(
         in_order: nest the groups as they are given, as contiguous runs always are; else the
             largest outermost.
     """
-    problem = splitter.problem
-    total = sequences * problem.workload.seq_len
+
+    name: str
+    grouping: Sequence[Ranks]
+    sequences: int
+    rounds: int
+    quick: bool = False
+    start: Sequence[float] | None = None
+    in_order: bool = False
+
+
+def balanced(splitter: Splitter, frame: Frame, dealing: Dealing) -> Cost:
+    """Return the cost of the replica, all other ranks idle."""
+    return balanced_apart(splitter, frame, [dealing])[0]
+
+
+def balanced_apart(splitter: Splitter, frame: Frame, dealings: Sequence[Dealing]) -> list[Cost]:
+    """Return the cost of each replica alone; they are evaluated side by side, round by round.
+
+    Args:
+        splitter: the problem.
+        frame: passes and arrangement; the name is the dealing's.
+        dealings: the replicas.
+    """
+    running = {at: _rounds(splitter, frame, dealing) for at, dealing in enumerate(dealings)}
+    asked = {at: next(rounds) for at, rounds in running.items()}
+    best: dict[int, Cost] = {}
+    while asked:
+        names = [dealings[at].name for at in asked]
+        costs = splitter.judged_apart(frame, list(asked.values()), names)
+        for at, cost in zip(list(asked), costs, strict=True):
+            if at not in best or key(cost) < key(best[at]):
+                best[at] = cost
+            try:
+                asked[at] = running[at].send(cost)
+            except StopIteration:
+                del asked[at]
+    return [best[at] for at in range(len(dealings))]
+
+
+def _rounds(splitter: Splitter, frame: Frame, dealing: Dealing) -> Generator[Replica, Cost, None]:
+    """Yield the replica with tokens over its groups, and anew for each cost that is sent back."""
+    grouping = dealing.grouping
+    total = dealing.sequences * splitter.problem.workload.seq_len
     alone = len(grouping) == 1
+    keep = dealing.in_order or frame.arrangement == "contiguous"
     rates = splitter.alone
     speed = np.array([sum([rates[r] for r in ranks]) for ranks in grouping])
     caps = np.array([splitter.room_for_tokens(ranks, alone) for ranks in grouping])
-    wanted = speed / speed.sum() * total if start is None else np.array(start, dtype=float)
-    shares = _capped(total, wanted, speed, caps)
-    best: Cost | None = None
-    for _ in range(1 if alone else rounds):
+    start = speed / speed.sum() * total if dealing.start is None else np.array(dealing.start, float)
+    shares = _capped(total, start, speed, caps)
+    for _ in range(1 if alone else dealing.rounds):
         tokens = whole_units(total, shares.tolist(), splitter.unit)
         splits = [
-            splitter.split(ranks, count, alone, quick)
+            splitter.split(ranks, count, alone, dealing.quick)
             for ranks, count in zip(grouping, tokens, strict=True)
         ]
         groups = tuple(group for group, _ in splits)
-        keep = in_order or frame.arrangement == "contiguous"
-        ordered = groups if keep else nested(groups)
-        cost = splitter.judged(frame, [Replica(ordered, sequences)])
-        if best is None or key(cost) < key(best):
-            best = cost
+        cost = yield Replica(groups if keep else nested(groups), dealing.sequences)
         times = dict(zip((g.ranks for g in cost.layout.groups), cost.group_seconds, strict=True))
         seconds = np.array([times[ranks] for ranks in grouping])
         if seconds.max() <= _ALIKE * seconds.min():
@@ -81,8 +110,6 @@ def balanced(
         per_token = np.where(held > 0, own / np.maximum(held, 1.0), 1 / speed)
         extra = seconds - np.minimum(own, seconds)
         shares = _until_together(total, per_token, extra, caps)
-    assert best is not None
-    return best
 
 
 def key(cost: Cost) -> tuple[bool, float]:

@@ -2,12 +2,13 @@
 
 It holds for all partitions of the GPUs into head-parallel groups of any size and mix, in any number
 of replicas, for any tokens and heads, in both arrangements, with any number of passes, and with
-GPUs left idle. It is the larger of two bounds, proved in their modules and `docs/planner.md`:
+GPUs left idle. It is the largest of bounds that are proved in their modules and `docs/planner.md`:
 
     layers   all computing, spread over the GPUs as well as their rates allow, with FSDP beside it
+    heads    the same, where no query head can be cut: by linear programs, if asked for
     cut      rows that must enter the GPUs or the nodes
 
-and both add what every layout pays: FSDP's exposed transfers, once a pass, and the optimizer.
+and all add what every layout pays: FSDP's exposed transfers, once a pass, and the optimizer.
 Memory says how few passes a step can have. Imports nothing of the search.
 """
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hexiseq_triton.planner.bound_cut import cut_seconds
+from hexiseq_triton.planner.bound_heads import whole_heads_seconds
 from hexiseq_triton.planner.bound_phases import phases_seconds
 from hexiseq_triton.planner.fsdp import boundary_seconds, fsdp_seconds, optimizer_seconds
 from hexiseq_triton.planner.memory import memory_model
@@ -36,10 +38,17 @@ class Bound:
     cut: float
     passes: int
     """The fewest a step can have."""
+    heads: float = 0.0
+    """0 where it was not asked for, or would take too many compositions."""
 
     @property
     def seconds(self) -> float:
-        return max(self.layers, self.cut)
+        return max(self.layers, self.heads, self.cut)
+
+    @property
+    def binding(self) -> str:
+        """The name of the largest: "layers", "heads" or "cut"."""
+        return max(("layers", "heads", "cut"), key=lambda name: float(getattr(self, name)))
 
 
 def lower_bound_seconds(problem: Problem) -> float:
@@ -48,26 +57,46 @@ def lower_bound_seconds(problem: Problem) -> float:
     return math.inf if bound is None else bound.seconds
 
 
-def lower_bound(problem: Problem) -> Bound | None:
-    """Return the bound and its parts; None if memory holds no layout."""
+def lower_bound(problem: Problem, *, whole_heads: bool = False) -> Bound | None:
+    """Return the bound and its parts; None if memory holds no layout.
+
+    Args:
+        problem: whose layouts.
+        whole_heads: solve the linear programs of `heads` too: some tenths of a second.
+
+    Raises:
+        ImportError: if `whole_heads` and python-mip is not installed.
+    """
     passes = fewest_passes(problem)
     if passes is None:
         return None
     layers, step_tokens = problem.model.layers, problem.workload.step_tokens
     forward, backward, logits = unit_seconds(problem)
-    directions = phases_seconds(problem, *forward), phases_seconds(problem, *backward)
     outside = step_tokens / float((1 / logits).sum())
-
-    gather, reduce_scatter = fsdp_seconds(problem)
-    beside = passes * gather, passes * (gather + reduce_scatter)
-    with_fsdp = [max(together(*pair)) for pair in zip(directions, beside, strict=True)]
     token_wise = layers * (forward[0] + backward[0]) + logits
     every_layout = passes * boundary_seconds(problem) + float(optimizer_seconds(problem).max())
+
+    def step(directions: tuple[float, float]) -> float:
+        gather, reduce_scatter = fsdp_seconds(problem)
+        beside = passes * gather, passes * (gather + reduce_scatter)
+        with_fsdp = (
+            max(together(computing, transfer, problem.rates.overlap))
+            for computing, transfer in zip(directions, beside, strict=True)
+        )
+        return layers * sum(with_fsdp) + outside + every_layout
+
+    fluid = phases_seconds(problem, *forward), phases_seconds(problem, *backward)
+    heads = 0.0
+    if whole_heads:
+        heads = step(
+            (whole_heads_seconds(problem, *forward), whole_heads_seconds(problem, *backward))
+        )
     return Bound(
-        computing=layers * sum(directions) + outside,
-        layers=layers * sum(with_fsdp) + outside + every_layout,
+        computing=layers * sum(fluid) + outside,
+        layers=step(fluid),
         cut=cut_seconds(problem, passes, token_wise) + every_layout,
         passes=passes,
+        heads=heads,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hexiseq_triton.planner.balance import balanced, key
+from hexiseq_triton.planner.balance import Dealing, balanced_apart, key
 from hexiseq_triton.planner.cost import Cost
 from hexiseq_triton.planner.groupings import Grouping
 from hexiseq_triton.planner.problem import Problem
@@ -25,10 +25,10 @@ def roomiest(splitter: Splitter) -> Cost:
     workload = splitter.problem.workload
     passes = workload.accumulations[-1]
     sequences = workload.global_batch // passes
-    costs = [
-        balanced(splitter, Frame("as memory has room", passes), grouping, sequences, 1)
-        for grouping in _groupings(splitter)
+    dealings = [
+        Dealing("as memory has room", grouping, sequences, 1) for grouping in _groupings(splitter)
     ]
+    costs = balanced_apart(splitter, Frame("", passes), dealings)
     return min(costs, key=lambda cost: (not cost.fits, key(cost)))
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from hexiseq_triton.planner.cost import Cost
 from hexiseq_triton.planner.memory import memory_model
 from hexiseq_triton.planner.problem import Work
-from hexiseq_triton.planner.rates import COMPUTE_SLOWDOWN, Floats, Ints
+from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.sight import sight_of
 from hexiseq_triton.planner.traffic import BF16, FLOAT32
 
@@ -131,7 +131,8 @@ class _Split:
         # in backward dK and dV, twice as many bytes, go out the same way
         kv_head = fetched * np.array([[1.0], [2.0]]) / _ingress(cost, g)
         q_per_kv = model.heads // model.kv_heads
-        slowed = head + COMPUTE_SLOWDOWN * np.minimum(head, kv_head / q_per_kv)
+        slowdown = rates.overlap.compute_slowdown
+        slowed = head + slowdown * np.minimum(head, kv_head / q_per_kv)
         memory = memory_model(problem)
         buffers = memory.buffer_per_kv_head * rows.exchanges[mine][0]
         return cls(

@@ -31,6 +31,7 @@ from pydantic.dataclasses import dataclass
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.files import FILE_CONFIG, Count, Positive, build, read_mapping
 from hexiseq_triton.planner.gpus import GpuSpec, gpu_overlay, gpu_table, nearest
+from hexiseq_triton.planner.overlap import Overlap
 
 MOST_GPUS = 16_384
 
@@ -81,6 +82,7 @@ class ClusterFile:
     nodes: tuple[NodeEntry, ...]
     inter_gb_per_s: Positive | None = None
     inter_latency_us: Positive = 10.0
+    overlap: Overlap | None = None
     gpus: dict[str, GpuSpec] = Field(default_factory=dict)
 
 
@@ -99,10 +101,11 @@ class Device:
 
 @plain_dataclass(frozen=True)
 class Cluster:
-    """All GPUs, by rank, and the facts about their models."""
+    """All GPUs, by rank, and the facts about their models; `overlap` only if it was measured."""
 
     devices: tuple[Device, ...]
     gpus: dict[str, GpuSpec]
+    overlap: Overlap | None = None
 
     @classmethod
     def load(cls, path: str | Path, gpus: str | Path | None = None) -> Cluster:
@@ -157,7 +160,7 @@ class Cluster:
                     where = f"{source}: nodes.{index}"
                     devices.append(_device(len(devices), node, gpu, known[gpu], entry, file, where))
         used = {device.gpu for device in devices}
-        return cls(tuple(devices), {name: known[name] for name in sorted(used)})
+        return cls(tuple(devices), {name: known[name] for name in sorted(used)}, file.overlap)
 
     @property
     def world_size(self) -> int:
@@ -191,7 +194,9 @@ class Cluster:
     def digest(self) -> str:
         """A hash of everything the planner can see of the cluster."""
         gpus = {name: asdict(gpu) for name, gpu in self.gpus.items()}
-        content = [gpus, [list(vars(device).values()) for device in self.devices]]
+        content: list[Any] = [gpus, [list(vars(device).values()) for device in self.devices]]
+        if self.overlap is not None:
+            content.append(asdict(self.overlap))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

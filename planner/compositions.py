@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 
@@ -34,7 +34,9 @@ _CLOSE = 0.005
 """The bracket around T is not narrowed below this share of it."""
 _MOST_NODES = 200
 """Branch-and-bound nodes of one solve."""
-_MOST_COLUMNS = 150
+_MOST_COLUMNS, _VALUED = 150, 3
+"""Columns of one program; for each that has room, so many of several kinds are valued, those with
+the best bounds."""
 _WHOLE = 100.0
 _TOLERANCE = 1e-6
 """What a solver's bound may be short of the truth."""
@@ -77,10 +79,8 @@ class _Stock:
         )
 
 
-def composed(
-    estimator: Estimator, nodes: Nodes, num_tokens: int, seconds: float
-) -> Grouping | None:
-    """Return the grouping that the program chooses; None if it finds none within `seconds`.
+def composed(estimator: Estimator, nodes: Nodes, num_tokens: int, seconds: float) -> list[Grouping]:
+    """Return the groupings that the program chooses for each T that is feasible, the last T's last.
 
     Args:
         estimator: the problem, and rates of groups.
@@ -91,18 +91,19 @@ def composed(
     stock = _Stock.of(nodes, estimator.splitter.kind)
     program = _Program(estimator, stock, num_tokens, seconds)
     low, high = program.fluid_seconds, seconds
-    chosen: dict[tuple[Part, ...], int] = {}
+    chosen: list[Grouping] = []
     trial = high
     for _ in range(_TRIALS):
         counts, done, bound = program.solve(trial)
         if done >= num_tokens:
-            high, chosen = trial, counts
+            high = trial
+            chosen.append(_placed(stock, nodes, counts))
         elif bound < num_tokens:
             low = trial
         trial = min(max(trial * num_tokens / max(done, 1.0), low), (low + high) / 2)
         if high <= low * (1 + _CLOSE):
             break
-    return _placed(stock, nodes, chosen) if chosen else None
+    return list(dict.fromkeys(chosen))
 
 
 class _Program:
@@ -114,9 +115,13 @@ class _Program:
         self.estimator, self.stock, self.num_tokens = estimator, stock, num_tokens
         self.kinds = list(stock.by_kind)
         self.available = [sum(map(len, stock.by_kind[number])) for number in self.kinds]
+        splitter = estimator.splitter
+        self.node_speed: dict[int, float] = defaultdict(float)
+        for ranks in chain.from_iterable(stock.by_kind.values()):
+            self.node_speed[splitter.node[ranks[0]]] += sum(splitter.alone[r] for r in ranks)
         first = [stock.by_kind[number][0][0] for number in self.kinds]
-        self.phases = 1 / estimator.splitter.speeds.by_rank[first, : ATTENTION_BACKWARD + 1]
-        self.heads = int(estimator.splitter.speeds.shared[HEADS])
+        self.phases = 1 / splitter.speeds.by_rank[first, : ATTENTION_BACKWARD + 1]
+        self.heads = int(splitter.speeds.shared[HEADS])
         self.fluid_seconds = num_tokens / self._fluid(np.array([self.available]))[0]
         self.columns = self._columns(seconds)
 
@@ -130,11 +135,13 @@ class _Program:
         bound, prices = self._relaxed(alone, seconds)
         counts = np.array([self._counts(column) for column in mixed])
         gain = seconds * self._fluid(counts) * (_WHOLE / self.num_tokens) - counts @ prices
-        hopeful = np.flatnonzero(bound + gain >= _WHOLE)
+        most = _MOST_COLUMNS - len(alone)
+        by_gain = np.argsort(-gain, kind="stable")[: _VALUED * max(0, most)]
+        hopeful = by_gain[bound + gain[by_gain] >= _WHOLE]
         kept = [mixed[i] for i in hopeful]
         gain = self._values(kept, seconds) - counts[hopeful] @ prices
         order = [i for i in np.argsort(-gain, kind="stable") if bound + gain[i] >= _WHOLE]
-        return alone + [kept[i] for i in order[: max(0, _MOST_COLUMNS - len(alone))]]
+        return alone + [kept[i] for i in order[: max(0, most)]]
 
     def _mixed(self) -> Iterator[tuple[Part, ...]]:
         """Yield compositions of two kinds, and of more that all give the same."""
@@ -170,19 +177,16 @@ class _Program:
         for column in columns:
             ranks = self.stock.some(column)
             rates = self.estimator.rates(ranks, self.num_tokens // 4)
-            fetch = self.estimator.fetch_alone(rates, self._near(column))
+            fetch = self.estimator.fetch_alone(rates, self._near(ranks))
             tokens.append(group_tokens(seconds, total, rates[:3].copy(), fetch))
         return np.array(tokens) * (_WHOLE / self.num_tokens)
 
-    def _near(self, column: Sequence[Part]) -> float:
-        """Return about which share of the other tokens lies in the group's own nodes.
-
-        That of the nodes' ranks: a group in one node shares it, and one across nodes has
-        neighbours on the same nodes.
-        """
-        nodes = sum(m for _, _, m in column)
-        all_nodes = sum(len(by_node) for by_node in self.stock.by_kind.values())
-        return nodes / all_nodes
+    def _near(self, ranks: Ranks) -> float:
+        """Return about which share of the other tokens lies on a group's nodes: that of speed."""
+        splitter = self.estimator.splitter
+        own = sum(splitter.alone[rank] for rank in ranks)
+        there = sum(self.node_speed[node] for node in {splitter.node[rank] for rank in ranks})
+        return (there - own) / max(sum(self.node_speed.values()) - own, 1e-300)
 
     def _relaxed(self, columns: list[tuple[Part, ...]], seconds: float) -> tuple[float, Floats]:
         """Return the relaxed optimum over one-kind columns, and each kind's price of a rank.
@@ -204,6 +208,7 @@ class _Program:
         model = Model(sense=MAXIMIZE, solver_name=CBC)
         model.verbose = 0
         model.threads = 1
+        model.cuts = 0  # they take longer here than the branching they save
         counts = [model.add_var(var_type=INTEGER, obj=float(value)) for value in values]
         ranks = np.array([self._counts(column) for column in self.columns])
         for q, available in enumerate(self.available):

@@ -6,23 +6,30 @@ The all-to-all synchronises a group, so one layer of a group takes, forward and 
                                 + all-to-all
 
 A group of one has no all-to-all and no barrier. A layer takes as long as its slowest group, or as
-FSDP's transfers for the next layer if those are longer; each slows the other a little. A step is
+FSDP's transfers for the next layer if those are longer; each slows the other a little. All-to-all,
+exchange and FSDP share a NIC: a layer is never shorter than what they keep one at work together.
+A step is
 
     passes * (layers * (forward + backward) + logits + FSDP's exposed transfers) + optimizer
 
-Backward computes forward again where the workload recomputes. FSDP and the exchange share a NIC,
-which is not modelled. Times of computing are FLOPs over a rate (`rates`).
+Backward computes forward again where the workload recomputes. Times of computing are FLOPs over a
+rate (`rates`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from hexiseq_triton.planner.exchange import Attention, with_exchange
-from hexiseq_triton.planner.fsdp import boundary_seconds, fsdp_seconds, optimizer_seconds
+from hexiseq_triton.planner.fsdp import (
+    boundary_seconds,
+    fsdp_seconds,
+    nic_seconds,
+    optimizer_seconds,
+)
 from hexiseq_triton.planner.memory import peak_bytes
 from hexiseq_triton.planner.plans import Exchange
 from hexiseq_triton.planner.problem import Layout, Problem, Work
@@ -42,10 +49,22 @@ class Layer:
     """Computing alone."""
     exchanged: Floats
     """Attention with its exchange."""
+    nic: Floats
+    """How long all-to-alls and exchange keep each row's NIC at work."""
 
     def group_seconds(self, rows: Rows) -> Floats:
         """Return how long each group takes."""
         return rows.most(self.token_wise) + self.shuffle + rows.most(self.exchanged)
+
+    def part(self, rows: slice, groups: slice) -> Layer:
+        """Return the layer of some rows and their groups."""
+        return Layer(
+            self.token_wise[rows],
+            self.shuffle[groups],
+            self.attention[rows],
+            self.exchanged[rows],
+            self.nic[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,13 @@ class Cost:
     forward: Layer
     backward: Layer
     """Without what it computes again."""
+
+    def of_replica(self, index: int, name: str) -> Cost:
+        """Return the cost of one replica, all other ranks idle. Replicas don't touch each other."""
+        part, rows, groups = self.rows.of_replica(index)
+        layout = replace(self.layout, name=name, replicas=self.layout.replicas[index : index + 1])
+        forward, backward = self.forward.part(rows, groups), self.backward.part(rows, groups)
+        return Cost(self.problem, layout, part, forward, backward)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -79,9 +105,10 @@ class Cost:
 
     @cached_property
     def layer_seconds(self) -> tuple[float, float]:
-        """One layer forward and backward, of the slowest group or of FSDP."""
-        forward, backward = self.directions
-        return _layer_seconds(self.problem, float(forward.max()), float(backward.max()))
+        """One layer forward and backward, of the slowest group, of FSDP or of the fullest NIC."""
+        nics = _nic_seconds(self.problem, self.rows, self.forward, self.backward)
+        forward, backward, nic, nic_back = (float(each.max()) for each in (*self.directions, *nics))
+        return _layer_seconds(self.problem, forward, backward, nic, nic_back)
 
     @cached_property
     def logits_seconds(self) -> Floats:
@@ -142,14 +169,21 @@ def layers_of(
         Work.BACKWARD_ATTENTION * pairs / rates.attention_backward[rank],
     )
     exchanged = with_exchange(problem, rows, sight, busy, exchange)
-    shuffle, shuffle_back = _shuffle_seconds(problem, rows)
+    (shuffle, nic), (shuffle_back, nic_back) = _shuffle_seconds(problem, rows)
     return (
-        Layer(linear / rates.gemm_forward[rank], shuffle, busy.forward, exchanged.forward),
+        Layer(
+            linear / rates.gemm_forward[rank],
+            shuffle,
+            busy.forward,
+            exchanged.forward,
+            nic + exchanged.nic_forward,
+        ),
         Layer(
             Work.BACKWARD_LINEAR * linear / rates.gemm_backward[rank],
             shuffle_back,
             busy.backward,
             exchanged.backward,
+            nic_back + exchanged.nic_backward,
         ),
     )
 
@@ -174,8 +208,14 @@ def side_by_side(
         np.maximum.reduceat(seconds, starts)
         for seconds in _directions(problem, rows, forward, backward)
     )
-    first, second = _layer_seconds(problem, first, second)
-    logits = np.maximum.reduceat(_logits_seconds(problem, rows), rows.group_starts[starts])
+    nic, nic_back, logits = (
+        np.maximum.reduceat(each, rows.group_starts[starts])
+        for each in (
+            *_nic_seconds(problem, rows, forward, backward),
+            _logits_seconds(problem, rows),
+        )
+    )
+    first, second = _layer_seconds(problem, first, second, nic, nic_back)
     return _step_seconds(problem, passes, first + second, logits)
 
 
@@ -189,14 +229,26 @@ def _directions(
     return first, second
 
 
+def _nic_seconds(
+    problem: Problem, rows: Rows, forward: Layer, backward: Layer
+) -> tuple[Floats, Floats]:
+    """Return how long each row's NIC is at work in one layer, forward and backward, with FSDP."""
+    first, second = forward.nic, backward.nic
+    if problem.workload.recompute == "full":
+        second = second + first
+    gather, reduce_scatter = (each[rows.rank] for each in nic_seconds(problem))
+    return first + gather, second + gather + reduce_scatter
+
+
 def _layer_seconds(
-    problem: Problem, forward: Seconds, backward: Seconds
+    problem: Problem, forward: Seconds, backward: Seconds, nic: Seconds, nic_back: Seconds
 ) -> tuple[Seconds, Seconds]:
     """Return one layer's seconds, forward and backward, beside FSDP's transfers."""
     gather, reduce_scatter = fsdp_seconds(problem)
+    overlap = problem.rates.overlap
     return (
-        np.maximum(*together(forward, gather)),
-        np.maximum(*together(backward, gather + reduce_scatter)),
+        np.maximum(np.maximum(*together(forward, gather, overlap)), nic),
+        np.maximum(np.maximum(*together(backward, gather + reduce_scatter, overlap)), nic_back),
     )
 
 
@@ -214,26 +266,31 @@ def _step_seconds(problem: Problem, passes: Ints | int, layer: Seconds, logits: 
     return result
 
 
-def _shuffle_seconds(problem: Problem, rows: Rows) -> tuple[Floats, Floats]:
-    """Return each group's all-to-alls of one layer, forward and backward.
+_Shuffle = tuple[Floats, Floats]
+"""Seconds of each group, and seconds that each row's NIC is at work."""
+
+
+def _shuffle_seconds(problem: Problem, rows: Rows) -> tuple[_Shuffle, _Shuffle]:
+    """Return the all-to-alls of one layer, forward and backward.
 
     Forward q, k and v go in and o comes out. Backward dO goes in with one float32 for each row,
     and dq comes out, and then dk and dv in float32.
     """
     head = problem.model.head_dim
     q, kv = rows.q_heads, 2 * rows.kv_heads
-    forward = _moved(problem, rows, BF16 * head * (q + kv), 1)
-    forward = forward + _moved(problem, rows, BF16 * head * q, 1)
-    backward = _moved(problem, rows, (BF16 * head + FLOAT32) * q, 1)
-    backward = backward + _moved(problem, rows, BF16 * head * q + FLOAT32 * head * kv, 2)
-    return forward, backward
+    q_k_v, nic = _moved(problem, rows, BF16 * head * (q + kv), 1)
+    o, nic_out = _moved(problem, rows, BF16 * head * q, 1)
+    d_o, nic_back = _moved(problem, rows, (BF16 * head + FLOAT32) * q, 1)
+    d_qkv, nic_back_out = _moved(problem, rows, BF16 * head * q + FLOAT32 * head * kv, 2)
+    return (q_k_v + o, nic + nic_out), (d_o + d_qkv, nic_back + nic_back_out)
 
 
-def _moved(problem: Problem, rows: Rows, width: Floats, calls: int) -> Floats:
-    """Return seconds that each group takes to move `width` bytes a token by all-to-all."""
+def _moved(problem: Problem, rows: Rows, width: Floats, calls: int) -> _Shuffle:
+    """Return what it takes each group to move `width` bytes a token by all-to-all."""
     rates, rank = problem.rates, rows.rank
     across = rows.spans_nodes[rows.group]
     latency = np.where(across, rates.across_latency[rank], rates.in_node_latency[rank])
-    seconds = all_to_all(rows, width).seconds(rates, rank, rates.across_all_to_all)
-    result: Floats = np.where(rows.group_sizes > 1, rows.most(seconds + calls * latency), 0.0)
-    return result
+    ports = all_to_all(rows, width)
+    seconds = ports.seconds(rates, rank, rates.across_all_to_all)
+    slowest = rows.most(seconds + calls * latency)
+    return np.where(rows.group_sizes > 1, slowest, 0.0), ports.nic_seconds(rates, rank)

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 
-from hexiseq_triton.planner.inner import first_split, kv_heads_held, shuffle_seconds
+from hexiseq_triton.planner.group_time import Members, kv_heads_held, shuffle_seconds
+from hexiseq_triton.planner.inner import first_split
 from hexiseq_triton.planner.problem import Arrangement
-from hexiseq_triton.planner.rates import Floats, Ints
+from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.speeds import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -43,7 +44,9 @@ from hexiseq_triton.planner.traffic import BF16, FLOAT32
 LINEAR, FORWARD, BACKWARD, NEAR, FAR = range(5)
 """Entries of a group's rates: seconds a token, and seconds a fetched token, by port."""
 _STEPS = 30
-_CLOSE = 1e-4
+_CLOSE, _FINE = 1e-4, 1e-6
+"""How closely seconds, and shares of all tokens, are found."""
+_WIDER = 1.25
 _CAUSAL = 0.75
 """Share of the other groups' tokens that a causal group fetches, by nesting order on average."""
 
@@ -59,14 +62,9 @@ class Estimator:
         """Return a group's rates, with heads and tokens placed for their own phases alone."""
         make = self.splitter.make(ranks)
         if make not in self._rates:
-            speeds, members = self.splitter.speeds, list(ranks)
-            self._rates[make] = group_rates(
-                max(num_tokens, self.splitter.unit),
-                self.splitter.unit,
-                speeds.by_rank[members],
-                speeds.node[members],
-                speeds.shared,
-            )
+            unit = self.splitter.unit
+            members = self.splitter.members(ranks, alone=True)
+            self._rates[make] = group_rates(max(num_tokens, unit), unit, members)
         return self._rates[make]
 
     def estimated(
@@ -123,9 +121,10 @@ class Estimator:
 
 
 @numba.njit(cache=True)
-def group_rates(num_tokens: int, unit: int, by_rank: Floats, node: Ints, shared: Floats) -> Floats:
+def group_rates(num_tokens: int, unit: int, members: Members) -> Floats:
     """Return a group's rates, in the order of the names above."""
-    tokens, heads = first_split(num_tokens, unit, by_rank, shared, 0.0)
+    by_rank, shared = members.by_rank, members.shared
+    tokens, heads = first_split(num_tokens, unit, members)
     held = kv_heads_held(heads, int(shared[Q_PER_KV]))
     forward, backward = 0.0, 0.0
     rates = np.zeros(5)
@@ -139,7 +138,7 @@ def group_rates(num_tokens: int, unit: int, by_rank: Floats, node: Ints, shared:
         rates[FAR] = max(rates[FAR], width * by_rank[r, EXCHANGE_ACROSS])
     seconds = forward + backward
     if len(tokens) > 1:
-        shuffle, shuffle_back = shuffle_seconds(tokens, heads, by_rank, node, shared)
+        shuffle, shuffle_back = shuffle_seconds(tokens, heads, held, members)
         seconds += shared[FORWARDS] * shuffle + shuffle_back
     rates[LINEAR] = seconds / num_tokens
     return rates
@@ -163,7 +162,7 @@ def group_tokens(seconds: float, total: float, rates: Floats, fetch: Floats) -> 
             low = kink
     if group_layer_seconds(low, total, rates, fetch) > seconds:
         return 0.0
-    for _ in range(_STEPS):
+    while high - low > _FINE * total:
         middle = (low + high) / 2
         if group_layer_seconds(middle, total, rates, fetch) <= seconds:
             low = middle
@@ -217,17 +216,22 @@ def contiguous_seconds(
     num_tokens: int, seq_len: int, rates: Floats, fetch: Floats
 ) -> tuple[float, Floats]:
     """Return the same for contiguous runs, the groups in their order."""
-    low, high = _bracket(float(num_tokens), rates, fetch)
-    low = 0.0
-    for _ in range(_STEPS):
+    low, _ = _bracket(float(num_tokens), rates, fetch)
+    low, high = 0.0, low
+    while not _all_run(_runs(high, num_tokens, seq_len, rates, fetch), num_tokens):
+        low, high = high, _WIDER * high
+    while high > low * (1 + _CLOSE):
         middle = (low + high) / 2
-        if _runs(middle, num_tokens, seq_len, rates, fetch).sum() >= num_tokens:
+        if _all_run(_runs(middle, num_tokens, seq_len, rates, fetch), num_tokens):
             high = middle
         else:
             low = middle
-        if high <= low * (1 + _CLOSE):
-            break
     return high, _runs(high, num_tokens, seq_len, rates, fetch)
+
+
+@numba.njit(cache=True)
+def _all_run(tokens: Floats, num_tokens: int) -> bool:
+    return bool(tokens.sum() >= num_tokens * (1 - _FINE))
 
 
 @numba.njit(cache=True)
@@ -239,7 +243,7 @@ def _runs(seconds: float, num_tokens: int, seq_len: int, rates: Floats, fetch: F
         low, high = 0.0, num_tokens - before
         if _run_seconds(before, high, seq_len, rates[g], fetch[g]) <= seconds:
             low = high
-        for _ in range(_STEPS):
+        while high - low > _FINE * num_tokens:
             middle = (low + high) / 2
             if _run_seconds(before, middle, seq_len, rates[g], fetch[g]) <= seconds:
                 low = middle

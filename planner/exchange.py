@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hexiseq_triton.planner.overlap import Overlap
 from hexiseq_triton.planner.plans import Exchange
 from hexiseq_triton.planner.problem import Problem
 from hexiseq_triton.planner.rates import Floats, Ints, together
@@ -39,6 +40,9 @@ class Attention(NamedTuple):
 
     forward: Floats
     backward: Floats
+    nic_forward: Floats | float = 0.0
+    """Seconds that the exchange keeps each row's NIC at work; counted for "routes" alone."""
+    nic_backward: Floats | float = 0.0
 
 
 def with_exchange(
@@ -58,6 +62,8 @@ def with_exchange(
 
 
 def _routes(problem: Problem, rows: Rows, sight: Sight, busy: Attention) -> Attention:
+    overlap = problem.rates.overlap
+    slowed = 1 + overlap.attention_slowdown * rows.exchanges
     fetch = kv_exchange(problem, rows, sight.fetches)
     intervals = intervals_held(rows)
     arrivals, departures = (
@@ -68,12 +74,15 @@ def _routes(problem: Problem, rows: Rows, sight: Sight, busy: Attention) -> Atte
     count = np.maximum(batches, 1.0)
     waits = (arrivals > 0) * (1 - rows.share_of_replica[rows.group])
 
+    answered = fetch.with_returns(ANSWER)
     forward = _moving(problem, rows, fetch, arrivals)
-    backward = _moving(problem, rows, fetch.with_returns(ANSWER), arrivals)
+    backward = _moving(problem, rows, answered, arrivals)
     last_answer = (backward - forward) / count
     return Attention(
-        _longest_path(busy.forward, forward, waits, count),
-        _longest_path(busy.backward, backward, waits, count) + last_answer,
+        _longest_path(slowed * busy.forward, forward, waits, count, overlap),
+        _longest_path(slowed * busy.backward, backward, waits, count, overlap) + last_answer,
+        fetch.nic_seconds(problem.rates, rows.rank),
+        answered.nic_seconds(problem.rates, rows.rank),
     )
 
 
@@ -87,12 +96,14 @@ def _moving(problem: Problem, rows: Rows, ports: Ports, arrivals: Floats) -> Flo
     return result
 
 
-def _longest_path(busy: Floats, moving: Floats, waits: Floats, count: Floats) -> Floats:
+def _longest_path(
+    busy: Floats, moving: Floats, waits: Floats, count: Floats, overlap: Overlap
+) -> Floats:
     """Return the longest path through `count` batches.
 
     `waits` is the share of computing that needs what arrives.
     """
-    computing, moving = together(busy, moving)
+    computing, moving = together(busy, moving, overlap)
     after_first = moving / count + waits * computing
     after_last = moving + waits * computing / count
     result: Floats = np.maximum(computing, np.maximum(after_first, after_last))
@@ -104,6 +115,7 @@ def _longest_path(busy: Floats, moving: Floats, waits: Floats, count: Floats) ->
 
 def _rings(problem: Problem, rows: Rows, busy: Attention, *, nested: bool) -> Attention:
     """Return attention with equal blocks going round, in one ring or in two nested ones."""
+    overlap = problem.rates.overlap
     count = np.bincount(rows.replica)
     hop = _hop_seconds(problem, rows, 1, count)
     windows = range(1, int(count.max()) if nested else 1)
@@ -118,9 +130,9 @@ def _rings(problem: Problem, rows: Rows, busy: Attention, *, nested: bool) -> At
     seconds = []
     for computing, share in ((busy.forward, 1.0), (busy.backward, 1.0 + ANSWER)):
         step = np.maximum.reduceat(computing, rows.replica_starts) / count
-        best = _windowed(step, share * hop, share * hop, count, count)
+        best = _windowed(step, share * hop, share * hop, count, count, overlap)
         for window, (near, far) in hops.items():
-            found = _windowed(step, share * near, share * far, count, window)
+            found = _windowed(step, share * near, share * far, count, window, overlap)
             best = np.where(count % window == 0, np.minimum(best, found), best)
         seconds.append(best)
     forward, backward = seconds
@@ -131,11 +143,16 @@ def _rings(problem: Problem, rows: Rows, busy: Attention, *, nested: bool) -> At
 
 
 def _windowed(
-    step: Floats, hop: Floats, far_hop: Floats, count: Ints, window: Ints | int
+    step: Floats,
+    hop: Floats,
+    far_hop: Floats,
+    count: Ints,
+    window: Ints | int,
+    overlap: Overlap,
 ) -> Floats:
     """Return seconds of `count` steps in windows; a window's last step starts no inner hop."""
-    inner = (window - 1) * np.maximum(*together(step, hop)) + step
-    result: Floats = (count // window - 1) * np.maximum(*together(inner, far_hop)) + inner
+    inner = (window - 1) * np.maximum(*together(step, hop, overlap)) + step
+    result: Floats = (count // window - 1) * np.maximum(*together(inner, far_hop, overlap)) + inner
     return result
 
 

@@ -8,6 +8,7 @@ Groups are numbered over all replicas, in nesting order; nothing is fetched betw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -89,10 +90,15 @@ class Nested:
 
     def around(self, values: Floats) -> tuple[Floats, Floats]:
         """Return sums of `values` over the groups before and after each one in its replica."""
-        sizes = np.bincount(self.replica)
-        first = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        last = first + np.repeat(sizes, sizes) - 1
+        first, last = self._ends
         through = np.cumsum(values, axis=0)
         before = through - values
         outer = before - before[first]
         return outer, through[last] - through
+
+    @cached_property
+    def _ends(self) -> tuple[Ints, Ints]:
+        """The first and the last group of each one's replica."""
+        sizes = np.bincount(self.replica)
+        first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return first, first + np.repeat(sizes, sizes) - 1

@@ -21,6 +21,12 @@ def fsdp_seconds(problem: Problem) -> tuple[float, float]:
     return BF16 * layer, FLOAT32 * layer
 
 
+def nic_seconds(problem: Problem) -> tuple[Floats, Floats]:
+    """Return how long each rank's NIC is at work in each of the two."""
+    layer = problem.model.parameters_per_layer * problem.rates.nic_seconds_per_sharded_byte
+    return BF16 * layer, FLOAT32 * layer
+
+
 def boundary_seconds(problem: Problem) -> float:
     """Return seconds of FSDP's transfers in one pass that no computing hides.
 

@@ -1,33 +1,68 @@
-"""What a shape needs at least, in seconds and in memory, from a few sums."""
+"""What shapes need at least, in seconds and in memory, from a few sums.
+
+Shapes that are bounded together have one arrangement and one exchange, and are all proportional or
+none is. Arrays run over them.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from hexiseq_triton.planner.exchange import ANSWER
 from hexiseq_triton.planner.fsdp import boundary_seconds, optimizer_seconds
 from hexiseq_triton.planner.grids import Ranks, Shape
 from hexiseq_triton.planner.heads import kv_heads_of
 from hexiseq_triton.planner.memory import memory_model
 from hexiseq_triton.planner.problem import Problem
-from hexiseq_triton.planner.rates import Floats
+from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.traffic import BF16
 
 
-def least_seconds(problem: Problem, shape: Shape, ranks: Ranks) -> float:
-    """Return seconds that the evaluator's cannot fall below for this shape.
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of some shapes, and most ranks of one node."""
+
+    accumulation: Ints
+    cp: Ints
+    hp: Ints
+    context_first: NDArray[np.bool_]
+    in_node: int
+
+    @classmethod
+    def of(cls, problem: Problem, shapes: Sequence[Shape], ranks: Ranks) -> _Sizes:
+        names = ("accumulation", "cp", "hp", "context_first")
+        accumulation, cp, hp, context_first = (
+            np.array([getattr(shape, name) for shape in shapes]) for name in names
+        )
+        in_node = int(np.bincount(problem.rates.node[list(ranks)]).max())
+        return cls(accumulation, cp, hp, context_first, in_node)
+
+
+def least_seconds(problem: Problem, shapes: Sequence[Shape], ranks: Ranks) -> Floats:
+    """Return seconds that the evaluator's cannot fall below for each shape.
 
     Counted are computing, what the all-to-alls send, and keys and values that cross nodes, all at
     their best order of ranks.
     """
-    tokens = problem.workload.step_tokens / (shape.accumulation * len(ranks))
-    layer = tokens * _computing(problem, shape, list(ranks))
-    most = int(np.bincount(problem.rates.node[list(ranks)]).max())
-    if shape.exchange in ("routes", "rotation") and not shape.proportional:
-        layer = np.maximum(layer, tokens * _fetching(problem, shape, ranks, most))
-    layer = layer + tokens * _shuffling(problem, shape, list(ranks), most)
+    sizes, first = _Sizes.of(problem, shapes, ranks), shapes[0]
+    tokens = problem.workload.step_tokens / (sizes.accumulation * len(ranks))
+    layer = tokens * _computing(problem, first, list(ranks))[:, None]
+    if not first.proportional:
+        moving = _ring_rows(sizes, first) if first.exchange != "routes" else _far_rows(sizes)
+        token_wise = problem.seconds_per_token[0][:, list(ranks)].min(axis=1)
+        num_bytes = 2 * BF16 * problem.model.head_dim
+        fetching = num_bytes * np.maximum(1.0, problem.model.kv_heads / sizes.hp) * moving
+        fetching = fetching / problem.rates.across[list(ranks)].max() * np.array([[1], [ANSWER]])
+        layer = np.maximum(layer, tokens * (token_wise[:, None] + fetching))
+    layer = layer + tokens * _shuffling(problem, sizes, list(ranks))
     again = 2 if problem.workload.recompute == "full" else 1
     one_pass = problem.model.layers * (again * layer[0] + layer[1]) + boundary_seconds(problem)
-    return float(shape.accumulation * one_pass + optimizer_seconds(problem).max())
+    result: Floats = sizes.accumulation * one_pass + optimizer_seconds(problem).max()
+    return result
 
 
 def _computing(problem: Problem, shape: Shape, ranks: list[int]) -> Floats:
@@ -46,44 +81,70 @@ def _computing(problem: Problem, shape: Shape, ranks: list[int]) -> Floats:
     return result
 
 
-def _fetching(problem: Problem, shape: Shape, ranks: Ranks, most_in_node: int) -> Floats:
-    """Return [forward, backward] seconds to fetch, for each token of an average rank.
+def _far_rows(sizes: _Sizes) -> Floats:
+    """Return rows that cross nodes to a rank, for each token of an average rank.
 
     The outermost group fetches all other tokens, but for those of groups in its node, and answers
     in backward with twice the bytes.
     """
-    model = problem.model
-    head_first = most_in_node + shape.hp - 1
-    in_node = most_in_node * shape.hp if shape.context_first else head_first
-    far = max(0, shape.cp * shape.hp - in_node)
-    num_bytes = far * 2 * BF16 * model.head_dim * max(1.0, model.kv_heads / shape.hp)
-    seconds = num_bytes / problem.rates.across[list(ranks)].max()
-    return np.array([seconds, 2 * seconds])
+    in_node = np.where(sizes.context_first, sizes.in_node * sizes.hp, sizes.in_node + sizes.hp - 1)
+    result: Floats = np.maximum(0.0, sizes.cp * sizes.hp - in_node)
+    return result
 
 
-def _shuffling(problem: Problem, shape: Shape, ranks: list[int], most_in_node: int) -> float:
+def _ring_rows(sizes: _Sizes, shape: Shape) -> Floats:
+    """Return rows that cross nodes one after the other, for each token of an average rank.
+
+    The longest run of groups whose hops can all stay inside nodes has `near` of them. In one ring
+    that is longer, every hop waits for one across nodes. Of two nested rings, either the outer one
+    does, which has no fewer hops than there are such runs, or the inner one, and then at least
+    every second hop.
+    """
+    if shape.exchange == "all_gather":
+        return np.zeros(len(sizes.cp))
+    near = (sizes.in_node + sizes.hp - 1) // sizes.hp
+    near = np.where(sizes.context_first, sizes.in_node, near)
+    hops = sizes.cp - 1.0
+    if shape.exchange == "double_ring":
+        hops = np.minimum(sizes.cp / near - 1, sizes.cp / 2)
+    result: Floats = np.where(sizes.cp > near, hops * sizes.hp, 0.0)
+    return result
+
+
+def _shuffling(problem: Problem, sizes: _Sizes, ranks: list[int]) -> Floats:
     """Return seconds to send q, k, v and o by all-to-all, for each token of an average rank."""
     model, rates = problem.model, problem.rates
     num_bytes = 2 * BF16 * model.head_dim * (model.heads + model.kv_heads)
     across = rates.across_all_to_all[ranks]
-    through_both = (1 - 1 / shape.hp) / float((rates.in_node[ranks] + across).max())
-    far = (1 - min(most_in_node / shape.hp, 1.0)) / float(across.max())
-    return num_bytes * max(through_both, far)
+    through_both = (1 - 1 / sizes.hp) / float((rates.in_node[ranks] + across).max())
+    far = (1 - np.minimum(sizes.in_node / sizes.hp, 1.0)) / float(across.max())
+    result: Floats = num_bytes * np.maximum(through_both, far)
+    return result
 
 
-def excess_of(problem: Problem, shape: Shape, ranks: Ranks) -> float:
-    """Return the largest share of its limit that a rank with average tokens needs."""
-    memory, model = memory_model(problem), problem.model
-    heads, q_per_kv = model.heads // shape.hp, model.heads // model.kv_heads
-    held = (kv_heads_of((at, at + heads), q_per_kv) for at in range(0, model.heads, heads))
-    kv_heads = max(stop - start for start, stop in held)
-    tokens = problem.workload.step_tokens / (shape.accumulation * len(ranks))
-    group_tokens = shape.hp * tokens
+def excesses(problem: Problem, shapes: Sequence[Shape], ranks: Ranks) -> Floats:
+    """Return the largest share of its limit that a rank with average tokens needs in each shape."""
+    memory, model, sizes = memory_model(problem), problem.model, _Sizes.of(problem, shapes, ranks)
+    heads = model.heads // sizes.hp
+    held = {int(hp): _most_kv_heads(model.heads, model.kv_heads, int(hp)) for hp in set(sizes.hp)}
+    kv_heads = np.array([held[int(hp)] for hp in sizes.hp])
+    tokens = problem.workload.step_tokens / (sizes.accumulation * len(ranks))
+    group_tokens = sizes.hp * tokens
     used = memory.fixed + tokens * memory.per_token
-    used += group_tokens * (heads * memory.per_q_head + kv_heads * memory.per_kv_head)
-    if shape.cp > 1:
-        buffers = memory.buffers(shape.exchange, group_tokens, shape.cp * group_tokens)
-        used += kv_heads * float(buffers)
+    used = used + group_tokens * (heads * memory.per_q_head + kv_heads * memory.per_kv_head)
+    buffers = memory.buffers(shapes[0].exchange, group_tokens, sizes.cp * group_tokens)
+    used = used + np.where(sizes.cp > 1, kv_heads * buffers, 0.0)
     limits = problem.rates.memory_limit
     idle = max(memory.fixed, memory.floor)
-    return float(max(used / limits[list(ranks)].min(), idle / limits.min()))
+    result: Floats = np.maximum(used / limits[list(ranks)].min(), idle / limits.min())
+    return result
+
+
+def _most_kv_heads(num_heads: int, num_kv_heads: int, hp: int) -> int:
+    """Return the most KV heads that a rank of `hp` with equal query heads reads."""
+    heads = num_heads // hp
+    held = (
+        kv_heads_of((at, at + heads), num_heads // num_kv_heads)
+        for at in range(0, num_heads, heads)
+    )
+    return max(stop - start for start, stop in held)

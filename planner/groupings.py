@@ -4,6 +4,7 @@ A grouping is a tuple of groups, a group a tuple of ranks. Families:
 
     every rank its own group; one group of all; one group a node; one group a kind of GPU
     inside nodes, groups of k, alike ranks together; a node that k does not divide stays whole
+    alike ranks of a node, in groups about as fast as m of the fastest GPUs
     across sets of 2 ... all nodes, k ranks of each: sets of neighbours and sets that mix fast
     and slow nodes
     G groups of about equal total speed and so of unequal size: cut from the ranks in node order,
@@ -61,6 +62,7 @@ def _families(
     yield "one group a kind and node", in_node
     for size in reversed(_divisors(max(len(node) for node in nodes))):
         yield f"groups of {size} in nodes", [g for node in nodes for g in _chunks(node, size)]
+    yield from _as_fast(in_node, speeds)
     yield from _across_nodes(nodes, speeds)
     yield from _alike(nodes, speeds)
 
@@ -76,6 +78,22 @@ def _chunks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     if len(ranks) % size:
         return [ranks]
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+
+def _as_fast(
+    alike: Sequence[tuple[int, ...]], speeds: Sequence[float]
+) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """Yield groups of alike ranks of one node, each about as fast as m of the fastest GPUs."""
+    fastest = max(speeds[ranks[0]] for ranks in alike)
+    for m in (1, 2, 4):
+        groups = [
+            group
+            for ranks in alike
+            for group in _cut(
+                ranks, speeds, max(1, round(len(ranks) * speeds[ranks[0]] / (m * fastest)))
+            )
+        ]
+        yield f"alike GPUs of a node in groups as fast as {m}", groups
 
 
 def _across_nodes(

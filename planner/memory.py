@@ -14,7 +14,7 @@ slack. Heads count over all the group's tokens: that is what the all-to-all make
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,6 +32,9 @@ LOGIT_BYTES = 2 * BF16 + 3 * FLOAT32
 """The product, its float32 copy, log-probabilities, and the gradient in float32 and bf16."""
 CONTEXT_BYTES = 1e9
 """CUDA context, communicators and code; assumed."""
+FETCHERS = 2
+"""Groups that fetch the same head of a rank at a time: they reach it one after the other, and the
+next before the last is done where it has fewer tokens."""
 ALLOCATOR_SLACK = 0.08
 """Reserved but unused by PyTorch's allocator; reports lie between 6 and 10 %."""
 
@@ -120,9 +123,11 @@ def memory_model(problem: Problem) -> MemoryModel:
     q_head = layers * (BF16 * head_dim + FLOAT32) + (2 * BF16 + FLOAT32) * head_dim + FLOAT32
     kv_head = layers * 2 * BF16 * head_dim + 2 * FLOAT32 * head_dim
 
-    # two batches of rounds: rows that arrive, their dk and dv, those returned, and rows that leave
-    rows = min(2 * exchange.window * exchange.chunk_tokens, workload.step_tokens)
-    buffer = rows * 2 * head_dim * 2 * (BF16 + FLOAT32)
+    # two rounds: rows that arrive and their dk and dv, rows that leave and theirs, which return. A
+    # round holds the chunks that begin in its window, so one more may reach out of it
+    rows = min((exchange.window + 1) * exchange.chunk_tokens, workload.step_tokens)
+    row = 2 * head_dim * (BF16 + FLOAT32)
+    buffer = 2 * rows * row * (1 + FETCHERS)
     return MemoryModel(
         fixed=states + slack * (outside + max(layer, logits)),
         floor=states + slack * (2 * BF16 + FLOAT32) * matrices,
@@ -132,29 +137,3 @@ def memory_model(problem: Problem) -> MemoryModel:
         buffer_per_kv_head=slack * buffer,
         block_per_kv_head=slack * 2 * head_dim * (BF16 + FLOAT32),
     )
-
-
-def group_token_caps(problem: Problem, memory: MemoryModel, rows: Rows) -> Floats:
-    """Return the most tokens each group can hold together with its heads.
-
-    Both each rank's heads over all L tokens must fit, and the L tokens into what then is left:
-    sum over ranks of (room - L * heads) >= L * per_token.
-    """
-    none = replace(rows, group_tokens=np.zeros(len(rows.group_starts)))
-    room = problem.rates.memory_limit[rows.rank] - memory.fixed - memory.head_bytes(none)
-    heads = rows.q_heads * memory.per_q_head + rows.kv_heads * memory.per_kv_head
-    together = np.add.reduceat(room, rows.group_starts)
-    together = together / (memory.per_token + np.add.reduceat(heads, rows.group_starts))
-    alone = -rows.most(-room / np.maximum(heads, 1.0))
-    result: Floats = np.floor(np.maximum(0.0, np.minimum(together, alone)))
-    return result
-
-
-def token_caps(problem: Problem, memory: MemoryModel, rows: Rows) -> Floats:
-    """Return the most tokens each rank can hold beside its heads; negative if the heads don't fit.
-
-    `rows` gives heads and group tokens; its own tokens are not looked at.
-    """
-    left = problem.rates.memory_limit[rows.rank] - memory.fixed - memory.head_bytes(rows)
-    result: Floats = np.floor(left / memory.per_token)
-    return result

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
-from hexiseq_triton.planner.balance import balanced, key
+from hexiseq_triton.planner.balance import Dealing, balanced, key
 from hexiseq_triton.planner.cost import Cost
 from hexiseq_triton.planner.neighbours import FEW, inside_moved, tokens_moved, two_moves
 from hexiseq_triton.planner.problem import Group, Replica
@@ -123,15 +123,10 @@ class _Moving:
         start: Sequence[float] | None,
         in_order: bool,
     ) -> Cost:
-        return balanced(
-            self.splitter,
-            self.frame,
-            grouping,
-            sequences,
-            _ROUNDS,
-            start=start,
-            in_order=in_order,
+        dealing = Dealing(
+            self.frame.name, grouping, sequences, _ROUNDS, start=start, in_order=in_order
         )
+        return balanced(self.splitter, self.frame, dealing)
 
     def _ranks_moved(
         self, groups: Sequence[Group], seconds: Sequence[float], slowest: int

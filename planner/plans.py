@@ -91,7 +91,8 @@ class ExchangePlan:
     `arrangement` "balanced" deals tokens so that every group gets its share of attention work
     (mirrored pieces for one causal document, chunks for packed ones); "contiguous" gives each
     group one run of tokens, as plain ring attention does. A transfer carries at most
-    `chunk_tokens` rows, and `window` rounds of transfers are in flight at a time.
+    `chunk_tokens` rows. The rows that a rank works through in `window` chunks are one round: while
+    it works on one, the next is under way.
     """
 
     arrangement: Arrangement = "balanced"

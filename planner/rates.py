@@ -17,16 +17,14 @@ from numpy.typing import NDArray
 
 from hexiseq_triton.planner.clusters import Cluster, Device
 from hexiseq_triton.planner.gpus import Figure, GpuSpec
+from hexiseq_triton.planner.overlap import ASSUMED, Overlap
 
 IN_NODE_SHARE = 0.75
 ACROSS_SHARE = 0.8
 ACROSS_ALL_TO_ALL_SHARE = 0.5
 MEMORY_LIMIT_SHARE = 0.95
-COMPUTE_SLOWDOWN = 0.05
-"""How much longer computing takes beside a transfer, whose kernels occupy a few of the GPU's
-multiprocessors. Assumed until measured."""
-TRANSFER_SLOWDOWN = 0.1
-"""How much longer a transfer takes beside computing. Assumed until measured."""
+COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN = ASSUMED.compute_slowdown, ASSUMED.transfer_slowdown
+"""How computing and a transfer slow each other where nobody measured it."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -40,13 +38,18 @@ COMPUTING: tuple[Computing, ...] = (
 )
 
 
-def together(computing: Seconds, transfer: Seconds | float) -> tuple[Seconds, Seconds]:
+def together(
+    computing: Seconds, transfer: Seconds | float, overlap: Overlap = ASSUMED
+) -> tuple[Seconds, Seconds]:
     """Return how long computing and a transfer take when both begin at once.
 
     Each is slowed by the other while both last. Both results rise with both arguments.
     """
     both: Seconds = np.minimum(computing, transfer)
-    return computing + COMPUTE_SLOWDOWN * both, transfer + TRANSFER_SLOWDOWN * both
+    return (
+        computing + overlap.compute_slowdown * both,
+        transfer + overlap.transfer_slowdown * both,
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Rates:
     """Index of the rank's node."""
     shares_port: NDArray[np.bool_]
     """Whether traffic across nodes passes the port that traffic in the node uses."""
+    overlap: Overlap = ASSUMED
 
     @cached_property
     def seconds_per_sharded_byte(self) -> float:
@@ -77,13 +81,19 @@ class Rates:
         take in what other nodes hold.
         """
         world, sizes = len(self.node), np.bincount(self.node)
-        seconds = 0.0
+        seconds = float(self.nic_seconds_per_sharded_byte.max())
         if sizes.max() > 1:
-            seconds = float(((world - 1) / world / self.in_node[sizes[self.node] > 1]).max())
-        if len(sizes) > 1:
-            node_rates = np.bincount(self.node, weights=self.across)
-            seconds = max(seconds, float(((world - sizes) / world / node_rates).max()))
+            inside = (world - 1) / world / self.in_node[sizes[self.node] > 1]
+            seconds = max(seconds, float(inside.max()))
         return seconds
+
+    @cached_property
+    def nic_seconds_per_sharded_byte(self) -> Floats:
+        """[ranks], how long each rank's NIC is at work for it."""
+        world, sizes = len(self.node), np.bincount(self.node)
+        node_rates = np.bincount(self.node, weights=self.across)
+        result: Floats = ((world - sizes) / world / node_rates)[self.node]
+        return result
 
 
 def rates_of(
@@ -127,6 +137,7 @@ def rates_of(
         memory_limit=np.floor([gpu.memory_gb.value * 1e9 * memory_limit_share for gpu in gpus]),
         node=np.array([nodes[device.node] for device in devices]),
         shares_port=np.array([_shares_port(cluster, device) for device in devices]),
+        overlap=cluster.overlap or ASSUMED,
     )
 
 

@@ -62,6 +62,25 @@ class Rows:
             replica=replica,
         )
 
+    def of_replica(self, index: int) -> tuple[Rows, slice, slice]:
+        """Return the rows of one replica, and which rows and groups of these they are."""
+        first, last = np.searchsorted(self.replica, [index, index + 1]).tolist()
+        start = int(self.group_starts[first])
+        groups, rows = slice(first, last), slice(start, start + self.group_sizes[first:last].sum())
+        part = Rows(
+            rank=self.rank[rows],
+            group=self.group[rows] - first,
+            tokens=self.tokens[rows],
+            q_heads=self.q_heads[rows],
+            kv_ranges=self.kv_ranges[rows],
+            node=self.node[rows],
+            group_starts=self.group_starts[groups] - start,
+            group_sizes=self.group_sizes[groups],
+            group_tokens=self.group_tokens[groups],
+            replica=np.zeros(last - first, dtype=np.int64),
+        )
+        return part, rows, groups
+
     @cached_property
     def kv_heads(self) -> Floats:
         return (self.kv_ranges[:, 1] - self.kv_ranges[:, 0]).astype(float)

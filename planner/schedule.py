@@ -3,10 +3,13 @@
 Rank d needs, for its heads, the keys and values of every other group that its queries can see. A
 *route* is direct: from the one rank of the other group that serves those heads to d, nothing is
 forwarded. Routes are cut into transfers of bounded size. All transfers of a layer stand in one
-order, by the time at which the receiver will need them (the key rows it consumes before), ties by
-(receiver, sender). Each goes into the first round in which its receiver has no other arrival and
-its sender no other departure. Every rank walks the rounds in order, so the two ends of a transfer
-always agree, and no cycle of waiting ranks can form.
+order, by the time at which the receiver will need them, ties by (receiver, sender). Every rank
+walks the order, so the two ends of a transfer always agree, and no cycle of waiting ranks can form.
+
+Time is counted in key rows: in a balanced plan every rank works through all rows of the stream at
+the same pace, its own first. What is needed within the same `window` chunks of time is one *round*
+and travels together. So all ranks reach a round at about the same time, however much they own, and
+while one round is worked on the next is under way.
 
 Heads travel in *atomic intervals*: the KV heads between neighbouring cuts of all groups. Then the
 rows of one interval are contiguous on the sender, and each is an attention chunk of its own.
@@ -16,9 +19,8 @@ Backward walks the same rounds; a partial dK/dV goes straight back to the transf
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hexiseq_triton.planner.heads import HeadRange
@@ -42,7 +44,7 @@ class Transfer:
 
     @property
     def num_rows(self) -> int:
-        return sum(stop - start for start, stop in self.rows)
+        return _num_rows(self.rows)
 
 
 def atomic_intervals(replica: ReplicaPlan) -> list[HeadRange]:
@@ -62,6 +64,7 @@ def transfers(
     group_segments: Sequence[Sequence[Segment]],
     mask: Mask,
     chunk_tokens: int,
+    window: int,
 ) -> tuple[Transfer, ...]:
     """Return all transfers of one attention layer, in their total order, with their rounds.
 
@@ -70,23 +73,34 @@ def transfers(
         group_segments: the segments of each group, in the group's row order.
         mask: what a query sees; rows no query of the receiver sees do not travel.
         chunk_tokens: most rows in one transfer.
+        window: chunks that a rank works through in a round.
     """
     intervals = atomic_intervals(replica)
+    group_rows = [num_tokens(segments) for segments in group_segments]
     # (need time, receiver, sender, serial number, transfer without its round)
     needed: list[tuple[float, int, int, int, Transfer]] = []
     for g, group in enumerate(replica.groups):
         rows_from = _rows_needed(g, group_segments, mask, chunk_tokens)
         for position, share in enumerate(group.ranks):
-            consumed = num_tokens(group_segments[g]) * share.num_kv_heads
+            passed = float(group_rows[g])
             for source, pieces in rows_from:
-                for interval in intervals_of(share, intervals):
-                    sender = _server(replica.groups[source].ranks, interval, position)
-                    for rows in pieces:
+                # rows that nobody sees stay away, and the others take the longer
+                pace = group_rows[source] / sum(map(_num_rows, pieces))
+                for rows in pieces:
+                    for interval in intervals_of(share, intervals):
+                        sender = _server(replica.groups[source].ranks, interval, position)
                         item = Transfer(sender, share.rank, source, interval, rows, 0)
-                        need_time = consumed / share.num_kv_heads
-                        needed.append((need_time, share.rank, sender, len(needed), item))
-                        consumed += item.num_rows * (interval[1] - interval[0])
-    return _packed(item for *_, item in sorted(needed, key=lambda entry: entry[:4]))
+                        needed.append((passed, share.rank, sender, len(needed), item))
+                    passed += pace * _num_rows(rows)
+    needed.sort(key=lambda entry: entry[:4])
+    first = needed[0][0] if needed else 0.0
+    length = window * chunk_tokens
+    return tuple(replace(item, round=_turn(time - first, length)) for time, *_, item in needed)
+
+
+def _turn(time: float, length: int) -> int:
+    """Return the round of a time; sums of fractions may fall just short of a whole round."""
+    return int(time / length + 1e-6)
 
 
 def _rows_needed(
@@ -98,15 +112,14 @@ def _rows_needed(
     for step in range(1, count):
         source = (g - step) % count
         rows = visible_rows(group_segments[g], group_segments[source], mask)
-        needed.append((source, _chunked(rows, chunk_tokens)))
+        if rows:
+            needed.append((source, _chunked(rows, chunk_tokens)))
     return needed
 
 
 def _chunked(rows: Sequence[RowRange], chunk_tokens: int) -> list[tuple[RowRange, ...]]:
     """Cut row ranges into runs of at most `chunk_tokens` rows, as equal as they go."""
-    total = sum(stop - start for start, stop in rows)
-    if not total:
-        return []
+    total = _num_rows(rows)
     count = -(-total // chunk_tokens)
     edges = [total * i // count for i in range(1, count + 1)]
     chunks: list[list[RowRange]] = [[]]
@@ -133,15 +146,5 @@ def _server(shares: Sequence[RankShare], interval: HeadRange, position: int) -> 
     return holders[position % len(holders)]
 
 
-def _packed(ordered: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """Give each transfer the first round where its two ends are free, keeping their order."""
-    next_arrival: dict[int, int] = defaultdict(int)
-    next_departure: dict[int, int] = defaultdict(int)
-    packed = []
-    for item in ordered:
-        turn = max(next_arrival[item.receiver], next_departure[item.sender])
-        next_arrival[item.receiver] = next_departure[item.sender] = turn + 1
-        packed.append(
-            Transfer(item.sender, item.receiver, item.group, item.kv_heads, item.rows, turn)
-        )
-    return tuple(packed)
+def _num_rows(rows: Iterable[RowRange]) -> int:
+    return sum(stop - start for start, stop in rows)

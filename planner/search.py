@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import permutations
 
-from hexiseq_triton.planner.balance import balanced, key
+from hexiseq_triton.planner.balance import Dealing, balanced_apart, key
 from hexiseq_triton.planner.capacity import roomiest
 from hexiseq_triton.planner.compositions import composed
 from hexiseq_triton.planner.cost import Cost
@@ -32,8 +32,12 @@ from hexiseq_triton.planner.problem import Arrangement, Problem
 from hexiseq_triton.planner.replicas import Allotment, Pool, allotments
 from hexiseq_triton.planner.stages import Frame, Splitter
 
-_EVALUATIONS, _MORE_EVALUATIONS = 150, 800
+_EVALUATIONS, _MORE_EVALUATIONS = 400, 800
 """After so many, no further allotment is looked at; more for few ranks, where all are tried."""
+_IN_VAIN = 3
+"""After so many looks that bring nothing, the search goes on to the best ones; on small clusters,
+where looks are cheap, after more: `_MANY_RANKS` over the ranks."""
+_MANY_RANKS = 256
 _ROUNDS, _MORE_ROUNDS = 2, 6
 """Evaluations for a first look at a grouping, and for the best ones."""
 _MOVES, _MORE_MOVES = 40, 200
@@ -42,7 +46,7 @@ _TRUST = 0.87
 """An estimate times this is hardly above the evaluator's time."""
 _EXPOSED = 1.1
 """A step this much above its bound shows communication."""
-_LOOKED_AT, _MOST_LOOKED_AT, _ALL_LOOKED_AT = 5, 10, 50
+_LOOKED_AT, _MOST_LOOKED_AT, _ALL_LOOKED_AT = 8, 16, 50
 """Groupings of a pool that the evaluator looks at, best estimates first; more if none fits in
 memory, or of few ranks."""
 _KEPT = 2
@@ -100,12 +104,17 @@ class Search:
         looked: list[tuple[Cost, Allotment]] = []
         limit = start.step_seconds if start is not None else float("inf")
         most, kept = (_MORE_EVALUATIONS, 2 * _KEPT) if self._few else (_EVALUATIONS, _KEPT)
+        patience = max(_IN_VAIN, _MANY_RANKS // self.problem.cluster.world_size)
+        in_vain = 0
         for allotment in self._allotments():
-            if looked and (self.splitter.evaluations > most or self._out_of_time()):
+            used_up = self.splitter.evaluations > most or in_vain >= patience
+            if looked and (used_up or self._out_of_time()):
                 break
             if looked and (allotment.seconds >= limit or self._hardly_below(allotment) >= limit):
                 continue
             cost = self._first(allotment)
+            gains = not looked or key(cost) < min(key(known) for known, _ in looked)
+            in_vain = 0 if gains else in_vain + 1
             looked.append((cost, allotment))
             if cost.fits:
                 limit = min(limit, cost.step_seconds)
@@ -188,8 +197,9 @@ class Search:
         """Return a pool's groupings with estimates of their layer, best first."""
         if (pool, arrangement) not in self._estimates:
             tokens = pool.sequences * self.problem.workload.seq_len
+            room = self.splitter.room_for_tokens(pool.ranks, alone=True)
             self._estimates[pool, arrangement] = sorted(
-                _Candidate(self._short_of_memory(groups, tokens), seconds, groups, name, shares)
+                _Candidate(self._short(groups, tokens, room), seconds, groups, name, shares)
                 for groups, name in self._groupings(pool, arrangement)
                 for seconds, shares in [self.estimator.estimated(groups, tokens, arrangement)]
             )
@@ -209,14 +219,19 @@ class Search:
         known = self._estimated(pool, "balanced")
         for place, candidate in enumerate(known if self._few else known[:_LOOKED_AT]):
             groups = candidate.grouping
-            every_order = self._few or (place < _KEPT and len(groups) <= FEW)
+            every_order = self._few or (place < 2 * _KEPT and len(groups) <= FEW)
             for order in permutations(groups) if every_order else (groups, groups[::-1]):
                 yield order, candidate.name
 
-    def _short_of_memory(self, groups: Grouping, num_tokens: int) -> bool:
-        """Return whether the groups' memory does not suffice for the tokens, however dealt."""
-        alone = len(groups) == 1
-        return sum(self.splitter.room_for_tokens(ranks, alone) for ranks in groups) < num_tokens
+    def _short(self, groups: Grouping, num_tokens: int, room: float) -> bool:
+        """Return whether the groups' memory does not suffice for the tokens, however dealt.
+
+        `room` is for how many tokens it would if they received nothing of each other.
+        """
+        alone, splitter = len(groups) == 1, self.splitter
+        if room - len(groups) * splitter.room_for_buffers >= num_tokens:
+            return False
+        return sum(splitter.room_for_tokens(ranks, alone) for ranks in groups) < num_tokens
 
     def _crosses_nodes(self, groups: Grouping) -> bool:
         node = self.splitter.node
@@ -227,15 +242,16 @@ class Search:
         if (pool, frame) not in self._looks:
             candidates = self._estimated(pool, frame.arrangement)
             most = candidates[0].seconds / _TRUST**2
-            enough = _LOOKED_AT if frame.arrangement == "balanced" else _LOOKED_AT // 2 + 1
-            found: list[tuple[Cost, _Candidate]] = []
-            for candidate in candidates[: _ALL_LOOKED_AT if self._few else _MOST_LOOKED_AT]:
-                done = len(found) >= enough or candidate.seconds > most
-                if done and not self._few and any(cost.fits for cost, _ in found):
-                    break
-                if found and candidate.short_of_memory:
-                    break
-                found.append((self._balanced(pool, frame, candidate, _ROUNDS, True), candidate))
+            hopeful = [
+                candidate
+                for place, candidate in enumerate(candidates)
+                if place < _ALL_LOOKED_AT and (place == 0 or not candidate.short_of_memory)
+            ]
+            first = [each for each in hopeful[:_LOOKED_AT] if each.seconds <= most]
+            first = hopeful if self._few else first
+            found = self._looks_of(pool, frame, first)
+            if not any(cost.fits for cost, _ in found):
+                found += self._looks_of(pool, frame, hopeful[len(first) : _MOST_LOOKED_AT])
             found.sort(key=lambda entry: key(entry[0]))
             self._looks[pool, frame] = found
         return self._looks[pool, frame]
@@ -251,27 +267,29 @@ class Search:
         if composes and not self._few:
             tokens = pool.sequences * self.problem.workload.seq_len
             seconds = float(looks[0][0].group_seconds.max())
-            chosen = composed(self.estimator, pool.nodes, tokens, seconds)
-            if chosen is not None and chosen not in [candidate.grouping for _, candidate in looks]:
-                estimate = self.estimator.estimated(chosen, tokens, frame.arrangement)
-                candidates.append(
-                    _Candidate(False, estimate[0], chosen, "composition", estimate[1])
-                )
-        costs = [self._balanced(pool, frame, each, _MORE_ROUNDS, False) for each in candidates]
+            known = [candidate.grouping for _, candidate in looks]
+            for grouping in composed(self.estimator, pool.nodes, tokens, seconds):
+                if grouping not in known:
+                    estimate = self.estimator.estimated(grouping, tokens, frame.arrangement)
+                    candidates.append(
+                        _Candidate(False, estimate[0], grouping, "composition", estimate[1])
+                    )
+        costs = self._balanced(pool, frame, candidates, _MORE_ROUNDS, quick=False)
         if self._few and self.options.moves:
             costs = [improved(self.splitter, cost, _MOVES) for cost in costs]
         return min(costs, key=key)
 
+    def _looks_of(
+        self, pool: Pool, frame: Frame, candidates: list[_Candidate]
+    ) -> list[tuple[Cost, _Candidate]]:
+        costs = self._balanced(pool, frame, candidates, _ROUNDS, quick=True)
+        return list(zip(costs, candidates, strict=True))
+
     def _balanced(
-        self, pool: Pool, frame: Frame, candidate: _Candidate, rounds: int, quick: bool
-    ) -> Cost:
-        named = Frame(candidate.name, frame.accumulation, frame.arrangement)
-        return balanced(
-            self.splitter,
-            named,
-            candidate.grouping,
-            pool.sequences,
-            rounds,
-            quick,
-            candidate.tokens,
-        )
+        self, pool: Pool, frame: Frame, candidates: list[_Candidate], rounds: int, quick: bool
+    ) -> list[Cost]:
+        dealings = [
+            Dealing(each.name, each.grouping, pool.sequences, rounds, quick, each.tokens)
+            for each in candidates
+        ]
+        return balanced_apart(self.splitter, frame, dealings)

@@ -21,10 +21,10 @@ IN_NODE, ACROSS, IN_NODE_LATENCY, ACROSS_LATENCY, SHARES_PORT, ROOM, EXCHANGE_AC
 """Columns of `Speeds.by_rank`."""
 
 HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, LAYER_SHARE, GATHER, REDUCE, PER_TOKEN = range(8)
-PER_Q_HEAD, PER_KV_HEAD, BUFFER = range(8, 11)
+PER_Q_HEAD, PER_KV_HEAD, BUFFER, COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN = range(8, 13)
 """Entries of `Speeds.shared`. LAYER_SHARE is what one forward pass of the layer takes of the first
 column of `by_rank`, the same on all ranks; GATHER and REDUCE are FSDP's seconds beside a layer's
-forward and backward."""
+forward and backward, and the slowdowns are those of `Overlap`."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Speeds:
                 memory.per_q_head,
                 memory.per_kv_head,
                 memory.buffer_per_kv_head,
+                rates.overlap.compute_slowdown,
+                rates.overlap.transfer_slowdown,
             ]
         )
         return cls(by_rank, shared, _kinds(by_rank, rates.node), rates.node)

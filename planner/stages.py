@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from hexiseq_triton.planner.cost import Cost, evaluate
-from hexiseq_triton.planner.inner import directions, first_split, split_group
+from hexiseq_triton.planner.group_time import Members, directions, kv_heads_held
+from hexiseq_triton.planner.inner import first_split, split_group
 from hexiseq_triton.planner.problem import Arrangement, Group, Layout, Problem, Replica
 from hexiseq_triton.planner.rates import Ints
 from hexiseq_triton.planner.speeds import (
@@ -63,6 +64,14 @@ class Splitter:
         layout = Layout(frame.name, tuple(replicas), frame.accumulation, frame.arrangement)
         return evaluate(self.problem, layout, fluid=True)
 
+    def judged_apart(
+        self, frame: Frame, replicas: Sequence[Replica], names: Sequence[str]
+    ) -> list[Cost]:
+        """Return the same of each replica alone; evaluated side by side, which is much faster."""
+        cost = self.judged(frame, replicas)
+        self.evaluations += len(replicas) - 1
+        return [cost.of_replica(index, name) for index, name in enumerate(names)]
+
     @cached_property
     def speeds(self) -> Speeds:
         return Speeds.of(self.problem)
@@ -93,6 +102,12 @@ class Splitter:
             self._makes[ranks] = tuple([kind[r] for r in ranks]), tuple(local)
         return self._makes[ranks]
 
+    def members(self, ranks: Ranks, alone: bool) -> Members:
+        """Return the ranks of a group; `alone` in its replica, it receives no keys and values."""
+        speeds, at = self.speeds, list(ranks)
+        buffers = 0.0 if alone else float(speeds.shared[BUFFER])
+        return Members(speeds.by_rank[at], speeds.node[at], speeds.shared, buffers)
+
     def split(
         self, ranks: Ranks, num_tokens: int, alone: bool, quick: bool = False
     ) -> tuple[Group, float]:
@@ -106,16 +121,11 @@ class Splitter:
         """
         key = (self.make(ranks), num_tokens, alone, quick)
         if key not in self._splits:
-            speeds, members = self.speeds, list(ranks)
-            rows, node = speeds.by_rank[members], speeds.node[members]
-            buffers = 0.0 if alone else float(speeds.shared[BUFFER])
-            if quick:
-                tokens, heads = first_split(num_tokens, self.unit, rows, speeds.shared, buffers)
-            else:
-                tokens, heads = split_group(
-                    num_tokens, self.unit, rows, node, speeds.shared, buffers
-                )
-            seconds = sum(directions(tokens, heads, rows, node, speeds.shared))
+            members = self.members(ranks, alone)
+            place = first_split if quick else split_group
+            tokens, heads = place(num_tokens, self.unit, members)
+            held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
+            seconds = sum(directions(tokens, heads, held, members))
             self._splits[key] = (tuple(tokens.tolist()), tuple(heads.tolist()), float(seconds))
         shares, counts, seconds = self._splits[key]
         return Group(ranks, shares, counts), seconds
@@ -149,6 +159,12 @@ class Splitter:
         room, buffers, per_token = self._room
         left = sum([room[rank] for rank in ranks]) - (0.0 if alone else buffers)
         return max(0.0, left / per_token)
+
+    @property
+    def room_for_buffers(self) -> float:
+        """Tokens that would fit in place of a group's receive buffers."""
+        _, buffers, per_token = self._room
+        return buffers / per_token
 
     @cached_property
     def _room(self) -> tuple[list[float], float, float]:

@@ -38,6 +38,11 @@ class Ports:
         result: Floats = np.maximum(inside / rates.in_node[rank], far / across[rank])
         return result
 
+    def nic_seconds(self, rates: Rates, rank: Ints) -> Floats:
+        """Return how long each row's NIC is at work, in its busier direction."""
+        result: Floats = np.maximum(self.out_across, self.in_across) / rates.across[rank]
+        return result
+
     def with_returns(self, share: float) -> Ports:
         """Add the way back: each transfer is answered by `share` times its bytes."""
         return Ports(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hexiseq_triton.planner.cost import Cost, evaluate
-from hexiseq_triton.planner.grid_bounds import excess_of, least_seconds
+from hexiseq_triton.planner.grid_bounds import excesses, least_seconds
 from hexiseq_triton.planner.grids import Grid, Ranks, Shape, estimated_seconds, orders
 from hexiseq_triton.planner.problem import Problem
 
-_SHAPES_AT_FIRST = 4
+_SHAPES_AT_FIRST, _MORE = 4, 4
+"""The best bounds come first, then so many times as many: most shapes fall to those before."""
 _ROWS_AT_ONCE = 1 << 13
 """Rows of grids evaluated side by side: enough to hide the cost of a call, and still in cache."""
 
@@ -21,7 +24,6 @@ class Tuner:
 
     problem: Problem
     _seconds: dict[Grid, float] = field(default_factory=dict)
-    _least: dict[tuple[Shape, Ranks], float] = field(default_factory=dict)
     _costs: dict[Grid, Cost] = field(default_factory=dict)
     _tried: dict[Ranks, dict[str, Ranks]] = field(default_factory=dict)
 
@@ -40,38 +42,34 @@ class Tuner:
         can beat `to_beat` seconds.
         """
         problem = self.problem
-        excesses = {shape: excess_of(problem, shape, ranks) for shape in wanted}
-        fitting = [shape for shape, most in excesses.items() if most <= 1]
+        shapes = list(wanted)
+        needed = excesses(problem, shapes, ranks)
+        fitting = [shape for shape, most in zip(shapes, needed, strict=True) if most <= 1]
         if not fitting:
-            nearest = min(excesses, key=lambda shape: excesses[shape])
-            return [self._cost(Grid(nearest, ranks))]
-        by_bound = sorted(fitting, key=lambda shape: self._bound(shape, ranks))
+            return [self._cost(Grid(shapes[int(needed.argmin())], ranks))]
+        bounds = least_seconds(problem, fitting, ranks)
         seconds: dict[Grid, float] = {}
         start, at_once = 0, _SHAPES_AT_FIRST
+        by_bound = np.argsort(bounds, kind="stable").tolist()
         while start < len(by_bound):
             best = min(seconds.values(), default=to_beat)
             grids = [
-                Grid(shape, order, suffix)
-                for shape in by_bound[start : start + at_once]
-                if self._bound(shape, ranks) < best
+                Grid(fitting[at], order, suffix)
+                for at in by_bound[start : start + at_once]
+                if bounds[at] < best
                 for suffix, order in self._orders(ranks).items()
             ]
             if not grids:
                 break
             seconds |= self._estimated(grids)
-            start, at_once = start + at_once, max(1, _ROWS_AT_ONCE // len(ranks))
+            start += at_once
+            at_once = min(_MORE * at_once, max(1, _ROWS_AT_ONCE // len(ranks)))
         return self._first_fitting(sorted(seconds, key=lambda grid: seconds[grid]))
 
     def _orders(self, ranks: Ranks) -> dict[str, Ranks]:
         if ranks not in self._tried:
             self._tried[ranks] = orders(self.problem, ranks)
         return self._tried[ranks]
-
-    def _bound(self, shape: Shape, ranks: Ranks) -> float:
-        key = (shape, ranks)
-        if key not in self._least:
-            self._least[key] = least_seconds(self.problem, shape, ranks)
-        return self._least[key]
 
     def _estimated(self, grids: Sequence[Grid]) -> dict[Grid, float]:
         new = [grid for grid in grids if grid not in self._seconds]

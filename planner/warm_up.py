@@ -1,4 +1,9 @@
-"""Compile the search's inner loops, once for each machine, and say so if it takes a while."""
+"""Compile the search's inner loops, once for each machine, and say so if it takes a while.
+
+numba keeps what it compiled by the date of each loop's own file, and does not see that a loop calls
+one in another file. Who edits one by hand deletes `planner/__pycache__`; an installation is dated
+anew as a whole.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +26,21 @@ def warm_up() -> None:
     slow.daemon = True
     slow.start()
     try:
-        from hexiseq_triton.planner import estimate, inner
-        from hexiseq_triton.planner.speeds import BUFFER, EXCHANGE_ACROSS, HEADS, Q_PER_KV
+        from hexiseq_triton.planner import estimate, group_time, inner
+        from hexiseq_triton.planner.speeds import (
+            EXCHANGE_ACROSS,
+            HEADS,
+            Q_PER_KV,
+            TRANSFER_SLOWDOWN,
+        )
 
         by_rank = np.ones((2, EXCHANGE_ACROSS + 1))
-        shared = np.ones(BUFFER + 1)
+        shared = np.ones(TRANSFER_SLOWDOWN + 1)
         shared[[HEADS, Q_PER_KV]] = 2, 1
-        node = np.zeros(2, dtype=np.int64)
-        tokens, heads = inner.split_group(2, 1, by_rank, node, shared, 0.0)
-        inner.directions(tokens, heads, by_rank, node, shared)
-        rates = estimate.group_rates(2, 1, by_rank, node, shared)[None, : estimate.BACKWARD + 1]
+        members = group_time.Members(by_rank, np.zeros(2, dtype=np.int64), shared, 0.0)
+        tokens, heads = inner.split_group(2, 1, members)
+        group_time.directions(tokens, heads, group_time.kv_heads_held(heads, 1), members)
+        rates = estimate.group_rates(2, 1, members)[None, : estimate.BACKWARD + 1]
         estimate.layer_seconds(2, rates.copy(), np.ones((1, 2)))
         estimate.contiguous_seconds(2, 2, rates.copy(), np.ones((1, 2)))
     finally:

@@ -21,11 +21,13 @@ from tiny_problems import with_little_memory
 import hexiseq_triton.planner
 from hexiseq_triton.planner.bound import fewest_passes, lower_bound, lower_bound_seconds
 from hexiseq_triton.planner.bound_cut import cut_seconds
+from hexiseq_triton.planner.bound_heads import whole_heads_seconds
 from hexiseq_triton.planner.bound_phases import phases_seconds
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.densities import densities, tokens_above
 from hexiseq_triton.planner.fsdp import boundary_seconds, optimizer_seconds
+from hexiseq_triton.planner.overlap import Overlap
 from hexiseq_triton.planner.partition import apportion
 from hexiseq_triton.planner.plans import ExchangePlan
 from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
@@ -69,6 +71,9 @@ def drawn_problems(seed: int, count: int) -> Iterator[Problem]:
             problem = with_documents(rng, problem)
         if number % 6 == 4:
             problem = with_little_memory(rng, problem)
+        if number % 5 == 3:
+            measured = Overlap(compute_slowdown=0.0, transfer_slowdown=0.02)
+            problem = replace(problem, cluster=replace(problem.cluster, overlap=measured))
         yield problem
 
 
@@ -102,7 +107,7 @@ def layouts_held_against_the_bound(num_problems: int) -> Counter[str]:
     drawn: Counter[str] = Counter()
     rng = Random(1)
     for problem in drawn_problems(seed=0, count=num_problems):
-        bound = lower_bound(problem)
+        bound = lower_bound(problem, whole_heads=True)
         assert bound is not None
         for number in range(20):
             layout = drawn_layout(rng, problem)
@@ -115,6 +120,7 @@ def layouts_held_against_the_bound(num_problems: int) -> Counter[str]:
             drawn["layouts"] += 1
             drawn[layout.arrangement] += 1
             drawn["within 5 %"] += int(bound.seconds > 0.95 * cost.step_seconds)
+            drawn[f"bound by {bound.binding}"] += 1
             drawn["communication-bound"] += int(bound.computing < 0.5 * cost.step_seconds)
     return drawn
 
@@ -155,6 +161,39 @@ def test_two_gpus_that_differ_in_kind_are_bound_by_the_best_they_can_do_together
     expected = 1000 / (1 / per_token).sum() + 1e6 / (1 / per_pair).sum()
     assert phases_seconds(problem, per_token, per_pair) == pytest.approx(expected, rel=1e-4)
     assert phases_seconds(problem, per_token, per_pair) <= expected * ROUNDING
+
+
+def test_one_head_cannot_be_shared() -> None:
+    """A group of both GPUs has attention on one of them, and each by itself is no faster."""
+    problem = problem_for(EXAMPLE_OF_FOUR, "tiny", seq_len=1000, causal=False, global_batch=1)
+    problem = replace(problem, model=replace(problem.model, heads=1, kv_heads=1))
+    per_token, per_pair = np.array([1.0, 4.0]), np.array([0.01, 0.001])
+
+    fluid = phases_seconds(problem, per_token, per_pair)
+    alone = 1000 / (1 / (per_token + 1000 * per_pair)).sum()
+    together = 1000 / (1 / per_token).sum() + 1e6 * per_pair.min()
+    found = whole_heads_seconds(problem, per_token, per_pair)
+    assert found == pytest.approx(min(alone, together), rel=1e-4)
+    assert fluid * 1.05 < found <= min(alone, together) * ROUNDING
+
+
+@pytest.mark.parametrize("heads", [2, 5, 64])
+def test_with_many_heads_whole_ones_bound_as_fractions_do(heads: int) -> None:
+    problem = problem_for(EXAMPLE_OF_FOUR, "tiny", seq_len=1000, global_batch=2)
+    problem = replace(problem, model=replace(problem.model, heads=heads, kv_heads=1))
+    rng = np.random.default_rng(heads)
+    per_token, per_pair = rng.uniform(1, 3, 4), rng.uniform(0.01, 0.03, 4)
+
+    fluid = phases_seconds(problem, per_token, per_pair)
+    found = whole_heads_seconds(problem, per_token, per_pair)
+    assert fluid * (1 - 1e-5) <= found <= fluid * (1 + 2 / heads)
+
+
+def test_too_many_compositions_are_left_alone() -> None:
+    problem = problem_for(EXAMPLE_OF_FOUR, "tiny", seq_len=1000)
+    rates = np.repeat([1.0, 2.0, 3.0], 200)
+
+    assert whole_heads_seconds(problem, rates, rates) == 0.0
 
 
 def best_split_of_two(problem: Problem, per_token: Floats, per_pair: Floats) -> float:
@@ -204,7 +243,7 @@ def test_rows_that_must_enter_bound_gpus_without_room_for_a_sequence() -> None:
         card = {"dense_tflops": 1000, "memory_gb": memory_gb, "network_gb_per_s": 0.001}
         nodes = [{"name": "a", "count": 16, "gpus": ["card"]}]
         cluster = Cluster.from_mapping({"nodes": nodes, "gpus": {"card": card}})
-        exchange = ExchangePlan(chunk_tokens=128)
+        exchange = ExchangePlan(chunk_tokens=32)
         problem = problem_for(cluster, "tiny", exchange, seq_len=65536, global_batch=1)
         groups = tuple(Group((r,), (4096,), (problem.model.heads,)) for r in range(16))
         return evaluate(problem, Layout("", (Replica(groups),), 1))

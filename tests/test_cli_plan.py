@@ -131,6 +131,11 @@ def test_the_splits_are_certified_on_demand() -> None:
     printed = json.loads(succeeded(hexiseq_plan("--certify", "--json")))
 
     assert "certified by CBC: no split of any of 1 groups" in text
+    assert "bounds: " in text
+    assert "with whole heads" in text
+    bounds = printed["bounds"]
+    assert bounds["heads"] > 0
+    assert printed["predicted"]["step_seconds"] >= bounds[bounds["binding"]]
     assert len(printed["certificates"]) == len(printed["groups"])
     for certificate in printed["certificates"]:
         assert 0 < certificate["proved_seconds"] <= certificate["seconds"] * (1 + 1e-9)

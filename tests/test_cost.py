@@ -195,18 +195,39 @@ def test_replicas_run_side_by_side_and_the_slowest_paces_the_layer() -> None:
     assert cost.forward.exchanged.tolist() == cost.forward.attention.tolist()
 
 
+def test_exchange_and_fsdp_share_the_nic() -> None:
+    """The links are slow and there is little to compute: what goes through the NICs adds up."""
+    model = replace(MODEL, layers=3, hidden=512)
+    nodes = cluster_of(1, nodes=2, network_gb_per_s=0.01)
+    problem = problem_for(nodes, model, seq_len=8192, causal=False)
+    cost = evaluate(problem, one_each(4096, 4096))
+
+    gather, reduce_scatter = fsdp_seconds(problem)
+    assert gather == pytest.approx(2 * model.parameters_per_layer / 2 / 0.8e7)
+    rows = 4096 * model.kv_heads  # of the other's K and V
+    fetched = 2 * 2 * rows * model.head_dim / 0.8e7
+    assert cost.forward.nic.tolist() == pytest.approx([fetched] * 2)
+    assert cost.backward.nic.tolist() == pytest.approx([3 * fetched] * 2)  # dK, dV in float32
+    forward, backward = cost.layer_seconds
+    assert cost.directions[0].max() < forward == pytest.approx(gather + fetched)
+    assert backward >= gather + reduce_scatter + 4 * fetched  # forward runs again
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_replica_costs_the_same_beside_others(seed: int) -> None:
     rng = Random(seed)
     problem = drawn_problem(rng)
     layout = drawn_layout(rng, problem)
-    together = evaluate(problem, layout).group_seconds
+    together = evaluate(problem, layout)
 
-    alone = [
-        evaluate(problem, replace(layout, replicas=(replica,))).group_seconds
-        for replica in layout.replicas
-    ]
-    assert together.tolist() == pytest.approx(np.concatenate(alone).tolist(), rel=1e-12)
+    alone = [evaluate(problem, replace(layout, replicas=(replica,))) for replica in layout.replicas]
+    seconds = np.concatenate([cost.group_seconds for cost in alone])
+    assert together.group_seconds.tolist() == pytest.approx(seconds.tolist(), rel=1e-12)
+    for index, cost in enumerate(alone):
+        part = together.of_replica(index, "part")
+        assert part.layout == replace(cost.layout, name="part")
+        assert part.step_seconds == pytest.approx(cost.step_seconds, rel=1e-12)
+        assert part.memory_bytes.tolist() == cost.memory_bytes.tolist()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -18,10 +18,8 @@ from hexiseq_triton.llama import Llama, LlamaConfig
 from hexiseq_triton.planner.cost import evaluate
 from hexiseq_triton.planner.memory import (
     LOGITS_CHUNK_TOKENS,
-    group_token_caps,
     memory_model,
     peak_bytes,
-    token_caps,
 )
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan, Plan, Split
@@ -105,8 +103,9 @@ def test_only_groups_that_exchange_need_buffers() -> None:
     apart = one_each(500, 500)
 
     memory = memory_model(problem)
-    # two batches of two chunks of 100 rows, in and out, K and V in bf16 and gradients in float32
-    assert memory.buffer_per_kv_head == pytest.approx(1.08 * 2 * 2 * 100 * 2 * 16 * 2 * (2 + 4))
+    # two rounds of three chunks of 100 rows, in, and out to two groups; K and V in bf16 and
+    # gradients in float32
+    assert memory.buffer_per_kv_head == pytest.approx(1.08 * 2 * 3 * 100 * 3 * 2 * 16 * (2 + 4))
     rows = Rows.of(problem, apart)
     without = memory.rank_bytes(replace(rows, replica=np.arange(2)))
     assert (memory.rank_bytes(rows) - without).tolist() == pytest.approx(
@@ -117,13 +116,12 @@ def test_only_groups_that_exchange_need_buffers() -> None:
     )
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("heads", [((6,), (6,), (6,)), ((2, 4), (6,)), ((1, 2, 3), (3, 3), (6,))])
-def test_buffers_are_no_smaller_than_the_runtimes_pools(
-    heads: tuple[tuple[int, ...], ...], window: int
-) -> None:
-    exchange = ExchangePlan(chunk_tokens=100, window=window)
-    splits = [Split((600,) * len(group), group) for group in heads]
+@pytest.mark.parametrize("seed", range(20))
+def test_buffers_are_no_smaller_than_the_runtimes_pools(seed: int) -> None:
+    rng = Random(seed)
+    exchange = ExchangePlan(chunk_tokens=100, window=rng.choice([1, 2, 3]))
+    heads = rng.choices([(6,), (2, 4), (3, 3), (1, 2, 3)], k=rng.randint(2, 5))
+    splits = [Split((16 * rng.randint(10, 100),) * len(group), group) for group in heads]
     plan = Plan.from_splits(splits, exchange=exchange)
     shape = replace(MODEL, heads=6, kv_heads=6, head_dim=16)
     problem = problem_for(cluster_of(plan.world_size), shape, exchange, seq_len=plan.seq_len)
@@ -168,25 +166,6 @@ def test_more_tokens_or_heads_never_need_less(seed: int) -> None:
     more = replace(rows, group_tokens=rows.group_tokens + 1)
     assert (memory.rank_bytes(more) >= used).all()
     assert (memory.rank_bytes(replace(rows, q_heads=rows.q_heads + 1)) >= used).all()
-
-
-@pytest.mark.parametrize("draw", range(20))
-def test_memory_caps_are_what_just_fits(draw: int) -> None:
-    problem = drawn_problem(Random(draw))
-    layout = drawn_layout(Random(draw), problem)
-    rows, memory = Rows.of(problem, layout), memory_model(problem)
-    limit = problem.rates.memory_limit[rows.rank]
-
-    caps = token_caps(problem, memory, rows)
-    for step, fits in ((0, True), (1, False)):
-        used = memory.rank_bytes(replace(rows, tokens=caps + step))
-        assert ((used <= limit) == fits).all()
-
-    group_caps = group_token_caps(problem, memory, rows)
-    room = token_caps(problem, memory, replace(rows, group_tokens=group_caps))
-    slack = rows.group_sizes  # each rank's room is rounded down to a token
-    assert (room >= 0).all()
-    assert (np.add.reduceat(room, rows.group_starts) + slack >= group_caps).all()
 
 
 def test_the_fullest_rank_decides_whether_a_layout_fits() -> None:

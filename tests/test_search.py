@@ -20,7 +20,7 @@ from hexiseq_triton.planner.layouts import BASELINES
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.replicas import allotments
-from hexiseq_triton.planner.resplit import resplit
+from hexiseq_triton.planner.resplitting import resplit
 from hexiseq_triton.planner.search import Options, Search
 from hexiseq_triton.planner.solve import max_seq_len, plan
 from hexiseq_triton.planner.stages import Splitter
@@ -201,6 +201,13 @@ def test_planning_imports_no_torch_and_no_solver_before_it_is_needed(tmp_path: P
 # -------------------------------------------------------------------- the stages
 
 
+def test_slow_gpus_join_in_groups_as_fast_as_a_fast_one() -> None:
+    found = groupings([(0, 1), (2, 3, 4, 5, 6, 7)], [3.0] * 2 + [1.0] * 6, [0] * 2 + [1] * 6, 32)
+
+    assert found[((0,), (1,), (2, 3, 4), (5, 6, 7))].endswith("as fast as 1")
+    assert ((0, 1), (2, 3, 4, 5, 6, 7)) in found  # as fast as two, and one group a node
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_every_grouping_holds_every_rank_once(seed: int) -> None:
     problem = drawn_problem(Random(seed))
@@ -242,12 +249,13 @@ def test_the_program_composes_groups_that_finish_in_time_by_the_estimate() -> No
     alone = tuple((rank,) for rank in ranks)
     known, _ = estimator.estimated(alone, 131072, "balanced")
 
-    chosen = composed(estimator, nodes, 131072, known)
-    assert chosen is not None
-    assert sorted(rank for group in chosen for rank in group) == sorted(ranks)
-    assert len({len(group) for group in chosen}) > 1 or len(chosen) < len(ranks)
-    assert estimator.estimated(chosen, 131072, "balanced")[0] < known
-    assert composed(estimator, nodes, 131072, known / 100) is None
+    found = composed(estimator, nodes, 131072, known)
+    assert found
+    for chosen in found:
+        assert sorted(rank for group in chosen for rank in group) == sorted(ranks)
+        assert len({len(group) for group in chosen}) > 1 or len(chosen) < len(ranks)
+    assert estimator.estimated(found[-1], 131072, "balanced")[0] < known
+    assert composed(estimator, nodes, 131072, known / 100) == []
 
 
 @pytest.mark.parametrize("stage", ["compositions", "replicas", "across_nodes", "moves"])

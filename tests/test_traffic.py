@@ -85,7 +85,7 @@ def scheduled(problem: Problem, plan: Plan, lengths: list[int]) -> tuple[Counter
             [segment for run in runs for segment in run] for runs in deal(plan, index, lengths)
         ]
         mask = CAUSAL if problem.workload.causal else FULL
-        for item in transfers(replica, segments, mask, 1 << 40):
+        for item in transfers(replica, segments, mask, 1 << 40, window=2):
             num_bytes = item.num_rows * (item.kv_heads[1] - item.kv_heads[0]) * 2 * 2 * 16
             near = node[item.sender] == node[item.receiver]
             received[item.receiver, near] += num_bytes

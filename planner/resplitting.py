@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hexiseq_triton.planner.balance import balanced
+from hexiseq_triton.planner.balance import Dealing, balanced
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import evaluate
 from hexiseq_triton.planner.files import build
@@ -73,7 +73,8 @@ def _resplit(splitter: Splitter, plan: Plan) -> tuple[Replica, ...]:
         ranks = [rank for group in grouping for rank in group]
         make = (tuple(splitter.make(group) for group in grouping), replica.sequences)
         if make not in solved:
-            cost = balanced(splitter, frame, grouping, replica.sequences, _ROUNDS, in_order=True)
+            dealing = Dealing("", grouping, replica.sequences, _ROUNDS, in_order=True)
+            cost = balanced(splitter, frame, dealing)
             solved[make] = (cost.layout.replicas[0], ranks)
         found, old = solved[make]
         replicas.append(moved(found, dict(zip(old, ranks, strict=True))))

@@ -14,12 +14,13 @@ import torch
 
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
-from hexiseq_triton.flash import check_sink
-from hexiseq_triton.heads import HeadExchange
+from hexiseq_triton.flash import check_sink, flash_attn_varlen_func
+from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import AttentionOptions, row_dots, state_dtype
 from hexiseq_triton.kernels.rotation import Rotation
 from hexiseq_triton.kernels.sink import lse_with_sink, sink_gradient
 from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.peer_heads import head_exchange
 from hexiseq_triton.ring import Ring
 from hexiseq_triton.rope import RopeLike, as_rope
 from hexiseq_triton.segments import Mask
@@ -75,6 +76,15 @@ def hexiseq_attention(
         InputError: if a tensor doesn't fit the plan or the layout, or an argument is unsupported.
         PeerError: if another rank failed; the message is that rank's.
     """
+    if torch.compiler.is_compiling() and layout.is_alone and rope is None:
+        bounds = layout.cu_seqlens
+        alone = flash_attn_varlen_func(
+            q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), bounds, bounds, None, None,
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            learnable_sink=learnable_sink,
+        )  # fmt: skip  # one opaque operation: the compiler does not stop
+        assert isinstance(alone, torch.Tensor)
+        return alone.view(q.shape)
     with context.guard():
         if dropout_p:
             raise InputError(
@@ -172,18 +182,19 @@ class _Attention(torch.autograd.Function):
             return torch.zeros_like(q)
         with context.guard():
             span = context.timeline.span
-            heads = HeadExchange(context.heads, layout)
+            heads = head_exchange(context, layout, q)
             with span("all-to-all in"):
                 inputs = heads.start_inputs(q, k, v, rotation)
                 inputs.kv_pending.wait()
+                ring = _ring(context, layout, inputs.kv, call.options)
                 inputs.q_pending.wait()
-            ring = Ring(context.routes, layout, inputs.kv, call.options, context.timeline)
             held = None if sink is None else sink[slice(*layout.share.q_heads)].contiguous()
-            o, lse = ring.forward(inputs.q, held)
+            o = heads.outputs_room(q)
+            lse = ring.forward(inputs.q, o, held)
             if held is not None:
                 lse = lse_with_sink(lse, held)
             with span("all-to-all out"):
-                out = heads.to_tokens(o, "outputs")
+                out = heads.outputs_to_tokens(o)
         ctx.intervals = list(inputs.kv)
         ctx.interleaved = rotation is not None and rotation.interleaved
         angles = (None, None) if rotation is None else (rotation.cos, rotation.sin)
@@ -203,26 +214,27 @@ class _Attention(torch.autograd.Function):
         rotation = None if cos is None else Rotation(cos, sin, ctx.interleaved)
         with context.guard():
             span = context.timeline.span
-            heads = HeadExchange(context.heads, layout)
+            heads = head_exchange(context, layout, do)
             kv = dict(zip(ctx.intervals, parts, strict=True))
             do = do.contiguous()  # a gradient may be one number, expanded
-            delta = row_dots(do, out).T.contiguous()[..., None]
+            ring = _ring(context, layout, kv, options)
             with span("all-to-all in"):
-                do_heads, do_pending = heads.start_like_queries(do, "gradients")
-                delta_heads, delta_pending = heads.start_like_queries(delta, "delta")
-                do_pending.wait()
-                delta_pending.wait()
-            delta = delta_heads.squeeze(-1).T.contiguous()
+                do_heads, blocks, pending = heads.start_gradients(do, row_dots(do, out))
+                pending.wait()
+            delta = torch.cat(blocks, dim=1)
             if dsink is not None:
                 held = slice(*layout.share.q_heads)
                 dsink[held] = sink_gradient(sink[held], lse, delta)
-            ring = Ring(context.routes, layout, kv, options, context.timeline)
-            own, dkv = heads.kv_gradient_room(do)
+            own, dkv = heads.kv_gradient_room(do, sums=ring.exchanges)
             dq_heads = ring.backward(
                 q_heads, do_heads, lse, delta, dkv,
                 deterministic=deterministic, reduce_dtype=reduce_dtype,
             )  # fmt: skip
             with span("all-to-all out"):
-                dq = heads.to_tokens(dq_heads.to(do.dtype), "query gradients", rotation)
-                heads.kv_gradients_to_tokens(own, dk, dv, rotation)
+                dq = heads.gradients_to_tokens(dq_heads, own, dk, dv, rotation)
         return dq, dk, dv, dsink, None, None
+
+
+def _ring(context: ParallelContext, layout: BatchLayout, kv: KV, options: AttentionOptions) -> Ring:
+    """Start the exchange of one call."""
+    return Ring(context.routes, layout, kv, options, context.timeline, sm_margin=context.sm_margin)

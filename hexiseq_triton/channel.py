@@ -1,12 +1,19 @@
 """Transfers between ranks: start them, do something else, wait for them.
 
-Everything that moves between ranks moves through a `Channel`: both all-to-alls, the KV routes and
-the returning partials. Sizes are known from the plan on both ends, so nothing is negotiated.
+Everything that moves between ranks as messages moves through a `Channel`: both all-to-alls, the
+KV routes and the returning partials. Sizes are known from the plan on both ends, so nothing is
+negotiated.
+
+On CUDA the transfers of a channel follow each other on a stream of its own. One begins when the
+current stream has done what it was given before; within `issuing`, when some marks are passed, and
+not later. Sent tensors are kept until the current stream has waited for their transfer, and so has
+the stream they may have been made on: no memory needs to be recorded on streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,14 +23,26 @@ from hexiseq_triton.errors import PeerError
 Message = tuple[int, torch.Tensor]
 """The plan's number of the other rank, and a contiguous tensor."""
 
+Mark = torch.cuda.Event | None
+"""A point in what a stream does; None on a CPU, where all before is done."""
+
+_HIGH_PRIORITY = -1
+
 
 class Pending:
     """Transfers on their way. Received tensors hold data only after `wait`."""
 
-    def __init__(self, works: Sequence[dist.Work], kept: Sequence[torch.Tensor], what: str) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        kept: Sequence[torch.Tensor],
+        what: str,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         self._works = works
         self._kept = kept  # sent tensors must outlive the transfer
         self._what = what
+        self._stream = stream  # on which they were made, and which may reuse their memory
 
     def wait(self) -> None:
         """Block (on CUDA: let the current stream wait) until everything has arrived.
@@ -34,6 +53,9 @@ class Pending:
         try:
             for work in self._works:
                 work.wait()
+                if self._stream is not None:
+                    with torch.cuda.stream(self._stream):
+                        work.wait()
         except RuntimeError as error:
             raise PeerError(f"{self._what} failed: {error}") from error
         self._works, self._kept = (), ()
@@ -46,14 +68,38 @@ class Channel:
         group: the process group; None where the channel has one rank.
         rank: this rank's number in the plan.
         world_ranks: the process that runs each rank of the plan.
+        device: this rank's device.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, world_ranks: Mapping[int, int]
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world_ranks: Mapping[int, int],
+        device: torch.device,
     ) -> None:
         self.group = group
         self.rank = rank
         self._world_ranks = world_ranks
+        self._stream: torch.cuda.Stream | None = None
+        if group is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
+
+    def mark(self) -> Mark:
+        """Return the point up to which the current stream has been given work."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    @contextmanager
+    def issuing(self, *after: Mark) -> Iterator[None]:
+        """Let what is started within begin once these marks are passed, and at once without."""
+        if self._stream is None:
+            yield
+            return
+        for mark in after:
+            if mark is not None:
+                self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Pending:
         """Start one group of transfers; `what` names it in errors.
@@ -79,4 +125,9 @@ class Channel:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise PeerError(f"{what} failed: {error}") from error
-        return Pending(works, [tensor for _, tensor in sends], what)
+        kept = [tensor for _, tensor in sends]
+        return Pending(works, kept, what, self._stream if self._is_issuing else None)
+
+    @property
+    def _is_issuing(self) -> bool:
+        return self._stream is not None and torch.cuda.current_stream() == self._stream

@@ -17,16 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hexiseq_triton.agreement import Agreement
-from hexiseq_triton.channel import Channel
+from hexiseq_triton.communicators import make_communicators
 from hexiseq_triton.devices import DeviceReport, describe_device, place
 from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.loss import token_mean
+from hexiseq_triton.peer_memory import PeerMemory, open_peer_memory
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.shard import LocalBatch, shard, unshard
 from hexiseq_triton.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+SM_MARGIN = 8
+"""What `hexiseq profile` tries as `sm_margin`: multiprocessors for NCCL's kernels."""
 _FAULT_PATIENCE = timedelta(seconds=2)
 _names = count()  # contexts are made in the same order on every rank
 
@@ -37,6 +40,7 @@ def init(
     device: torch.device | str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     remap: bool = False,
+    symmetric_memory: bool = True,
 ) -> ParallelContext:
     """Bind a plan to the running processes; a collective call of all ranks.
 
@@ -47,6 +51,8 @@ def init(
         device: this process's device; its local GPU if left out, else the CPU.
         timeout: how long a rank waits for another before it raises.
         remap: let processes run ranks in another order where the devices ask for it.
+        symmetric_memory: let the ranks of a group that are on one host write to each other's
+            memory where they can; False sends all by NCCL.
 
     Raises:
         PlanError: the same on every rank, if ranks hold different plans, the world has another
@@ -61,7 +67,10 @@ def init(
         store = dist.PrefixStore(f"hexiseq/{next(_names)}", _get_default_store())
         agreement = Agreement(store, dist.get_rank(), timeout)
         agreed, world_ranks = _agree_on_plan(plan, chosen, agreement, remap)
-        return ParallelContext(agreed, chosen, timeout, agreement, world_ranks, owns_world)
+        context = ParallelContext(agreed, chosen, timeout, agreement, world_ranks, owns_world)
+        if symmetric_memory:
+            context.share_memory(timeout)
+        return context
     except BaseException:
         if owns_world:
             dist.destroy_process_group()
@@ -123,6 +132,10 @@ class ParallelContext:
         rank: this process's rank in the plan.
         device: this process's device.
         timeline: spans of this rank; off until `timeline.enabled = True`.
+        sm_margin: multiprocessors that attention leaves to NCCL while keys are under way; 0 until
+            it is set.
+        peer_memory: memory that the ranks of this rank's group share; None sends messages.
+        heads_path: how this rank's head all-to-alls travel, and why; for reports.
     """
 
     def __init__(
@@ -137,6 +150,9 @@ class ParallelContext:
         self.plan = plan
         self.device = device
         self.timeline = Timeline(device)
+        self.sm_margin = 0
+        self.peer_memory: PeerMemory | None = None
+        self.heads_path = "NCCL" if device.type == "cuda" else "gloo"
         self.rank = world_ranks.index(dist.get_rank())
         self.replica = plan.replica_of(self.rank)
         self._world_ranks = dict(enumerate(world_ranks))
@@ -145,35 +161,21 @@ class ParallelContext:
         self._broken: str | None = None
         self._call: tuple[torch.dtype, int] | None = None
         self._agreed_options: set[str] = set()
-        self._groups: list[dist.ProcessGroup] = []
-        self._make_groups(timeout)
+        made = make_communicators(plan, self.rank, self._world_ranks, device, timeout)
+        self.world_group, self.routes, self.heads, self._groups = made
 
-    def _make_groups(self, timeout: timedelta) -> None:
-        """Make all groups, in one order on all ranks, and use each once so that it is connected."""
-        alone = Channel(None, self.rank, self._world_ranks)
-        self.heads = self.routes = alone
-        world = self._group(sorted(self._world_ranks.values()), timeout)
-        assert world is not None
-        self.world_group: dist.ProcessGroup = world
-        for replica in self.plan.replicas:
-            self.routes = self._channel([s.rank for s in replica.shares], timeout) or self.routes
-            for group in replica.groups:
-                self.heads = self._channel([s.rank for s in group.ranks], timeout) or self.heads
-
-    def _channel(self, ranks: list[int], timeout: timedelta) -> Channel | None:
-        if len(ranks) < 2:
-            return None
-        group = self._group([self._world_ranks[rank] for rank in ranks], timeout)
-        return Channel(group, self.rank, self._world_ranks) if group is not None else None
-
-    def _group(self, world_ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = dist.new_group(world_ranks, timeout=timeout)
-        if dist.get_rank() not in world_ranks:
-            return None
-        # a point-to-point call may not be the first use of a communicator
-        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        self._groups.append(group)
-        return group
+    def share_memory(self, timeout: timedelta) -> None:
+        """Let the head all-to-alls go by peer memory where they can; a call of all ranks."""
+        group = self.heads.group
+        if group is None or self.device.type != "cuda":
+            return
+        ranks = dist.get_process_group_ranks(group)
+        self.peer_memory, self.heads_path = open_peer_memory(
+            group,
+            self.device,
+            timeout,
+            lambda answer: self._agreement.gather(f"memory/{ranks[0]}", ranks, answer),
+        )
 
     # ---------------------------------------------------------------- what users call
 

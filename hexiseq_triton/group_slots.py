@@ -51,6 +51,7 @@ class GroupSlots:
         q_own: the slots of `own` that hold the rank's query heads, all rows.
         num_away: slots of `away`.
         num_own: slots of `own`.
+        replicated: some KV head stands on several ranks.
     """
 
     pieces: Pieces
@@ -60,6 +61,10 @@ class GroupSlots:
     q_own: SlotRange
     num_away: int
     num_own: int
+
+    @property
+    def replicated(self) -> bool:
+        return any(len(piece.places) > 1 for piece in self.pieces)
 
 
 def members_of(layout: BatchLayout) -> tuple[Member, ...]:
@@ -118,11 +123,7 @@ class _Builder:
                     away.append(Block(member.rank, self._take_away(row)))
                     place = Place(False, away[-1].slots[0], row)
                 places.setdefault(heads, []).append(place)
-        pieces = [
-            Piece(first_tensor + i, heads, i == 0, _shifted(stands_at, i * (heads[1] - heads[0])))
-            for heads, stands_at in places.items()
-            for i in range(num_tensors)
-        ]
+        pieces = pieces_of_places(places, num_tensors, first_tensor)
         return pieces, away, own
 
     def _take_own(self, row: int) -> SlotRange:
@@ -133,6 +134,17 @@ class _Builder:
         num_tokens = self._rows[1] - self._rows[0]
         start, self.num_away = self.num_away, self.num_away + num_tokens * row
         return start, self.num_away
+
+
+def pieces_of_places(
+    places: dict[HeadRange, list[Place]], num_tensors: int, first_tensor: int
+) -> list[Piece]:
+    """Return the pieces of one kind, whose tensors lie side by side in each place; keys turn."""
+    return [
+        Piece(first_tensor + i, heads, i == 0, _shifted(stands_at, i * (heads[1] - heads[0])))
+        for heads, stands_at in places.items()
+        for i in range(num_tensors)
+    ]
 
 
 def _shifted(places: list[Place], slots: int) -> tuple[Place, ...]:

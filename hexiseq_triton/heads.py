@@ -51,76 +51,123 @@ class HeadExchange:
         self._num_q_heads = layout.share.num_q_heads
         self._tokens = layout.num_tokens
         self._group_tokens = layout.group_rows[-1][1]
+        self._keys_first = len(layout.group_segments) > 1
 
     def start_inputs(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: Rotation | None
     ) -> HeadInputs:
         """Start moving q [s_d, H, D], k and v [s_d, H_kv, D] to the ranks of their heads.
 
-        Keys and values leave first. With `rotation` q and k arrive turned.
+        Keys and values leave first if other groups wait for them. With `rotation` q and k arrive
+        turned.
         """
         q_stays = self._stays(rotation)
         slots = self._slots(kv=True, q=not q_stays)
         away, own = _pack((k, v) if q_stays else (k, v, q), slots, rotation)
         kv = self._kv_parts(own, slots)
-        kv_pending = self._channel.start(
-            _blocks(away, slots.kv_away),
-            self._rows_of_others(kv.values()),
-            "the all-to-all of keys and values",
-        )
-        if q_stays:
-            return HeadInputs(unit_last_stride(q), kv, Pending((), (), "queries"), kv_pending)
-        q_heads, q_pending = self._start_queries(away, own, slots, "queries")
+        q_heads = unit_last_stride(q) if q_stays else self._q_part(own, slots)
+        kv_moves = _blocks(away, slots.kv_away), self._rows_of_others(kv.values())
+        q_moves = _blocks(away, slots.q_away), [] if q_stays else self._rows_of_others([q_heads])
+        if self._keys_first:
+            kv_pending = self._channel.start(*kv_moves, "the all-to-all of keys and values")
+            q_pending = self._channel.start(*q_moves, "the all-to-all of queries")
+        else:
+            sends, receives = (a + b for a, b in zip(kv_moves, q_moves, strict=True))
+            kv_pending = self._channel.start(sends, receives, "the all-to-all of inputs")
+            q_pending = Pending((), (), "queries")
         return HeadInputs(q_heads, kv, q_pending, kv_pending)
 
-    def start_like_queries(self, x: torch.Tensor, what: str) -> tuple[torch.Tensor, Pending]:
-        """Start moving x [s_d, H, D] to [L_g, h_d, D], this rank's query heads of all tokens."""
-        if self._stays(None):
-            return unit_last_stride(x), Pending((), (), what)
-        slots = self._slots(q=True)
-        return self._start_queries(*_pack((x,), slots, None), slots, what)
+    def start_gradients(
+        self, do: torch.Tensor, delta: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], Pending]:
+        """Start moving do [s_d, H, D] and delta [H, s_d] to the ranks of their heads.
 
-    def to_tokens(
-        self, x: torch.Tensor, what: str, rotation: Rotation | None = None
-    ) -> torch.Tensor:
-        """Move x [L_g, h_d, D] back to [s_d, H, D], all heads of this rank's tokens.
-
-        With `rotation` x is a gradient of what that turned, and arrives turned back.
+        Returns do [L_g, h_d, D], delta in blocks [h_d, rows] of the group's rows in their order,
+        and what to wait for.
         """
-        if self._stays(rotation):
+        if self._stays(None):
+            return unit_last_stride(do), [delta], Pending((), (), "gradients")
+        slots = self._slots(q=True)
+        away, own = _pack((do,), slots, None)
+        x = self._q_part(own, slots)
+        held = {member.rank: delta[slice(*member.q_heads)] for member in self._members}
+        blocks = {
+            member.rank: delta.new_empty(self._num_q_heads, member.rows[1] - member.rows[0])
+            for member in self._members
+        }
+        blocks[self._rank] = held.pop(self._rank)
+        pending = self._channel.start(
+            [*_blocks(away, slots.q_away), *held.items()],
+            [*self._rows_of_others([x]), *((rank, blocks[rank]) for rank in held)],
+            "the all-to-all of gradients",
+        )
+        return x, list(blocks.values()), pending
+
+    def outputs_room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return room for the outputs [L_g, h_d, D] of this rank's query heads."""
+        return like.new_empty(self._group_tokens, self._num_q_heads, like.shape[-1])
+
+    def outputs_to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Move `outputs_room` back to [s_d, H, D], all heads of this rank's tokens."""
+        if self._stays(None):
             return x
         slots = self._slots(q=True)
         away = x.new_empty(slots.num_away, x.shape[-1])
         self._channel.start(
-            self._rows_of_others([x]), _blocks(away, slots.q_away), f"the all-to-all of {what}"
+            self._rows_of_others([x]), _blocks(away, slots.q_away), "the all-to-all of outputs"
         ).wait()
-        num_heads = max(member.q_heads[1] for member in self._members)
-        tokens = x.new_empty(self._tokens, num_heads, x.shape[-1])
-        _movers(x).unpack(away, _flat(x), (tokens,), slots.pieces, rotation)
+        tokens = self._tokens_room(x)
+        movers(x).unpack(away, _flat(x), (tokens,), slots.pieces)
         return tokens
 
-    def kv_gradient_room(self, like: torch.Tensor) -> tuple[torch.Tensor, KV]:
-        """Return slots for this rank's dK and dV in the state dtype, and the parts as views."""
-        slots = self._slots(kv=True)
-        own = like.new_empty(slots.num_own, like.shape[-1], dtype=state_dtype(like.dtype))
-        return own, self._kv_parts(own, slots)
+    def kv_gradient_room(self, like: torch.Tensor, *, sums: bool) -> tuple[torch.Tensor, KV]:
+        """Return slots for this rank's dK and dV, and the parts as views.
 
-    def kv_gradients_to_tokens(
-        self, own: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, rotation: Rotation | None
-    ) -> None:
-        """Move what `kv_gradient_room` holds to its tokens' owners, into dk and dv [s_d, H_kv, D].
-
-        Replicas of a KV head are added in the group's rank order, so the sum is the same in every
-        run; dk is turned back.
+        They are in the state dtype if anything is added to them: where `sums` says so, and to the
+        replicas of a KV head.
         """
         slots = self._slots(kv=True)
-        away = own.new_empty(slots.num_away, own.shape[-1])
+        dtype = state_dtype(like.dtype) if sums or slots.replicated else like.dtype
+        own = like.new_empty(slots.num_own, like.shape[-1], dtype=dtype)
+        return own, self._kv_parts(own, slots)
+
+    def gradients_to_tokens(
+        self,
+        dq: torch.Tensor,
+        own: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        """Move gradients to their tokens' owners: return dq [s_d, H, D], and write dk and dv.
+
+        With `rotation` dq and dk are turned back. Replicas of a KV head are added in the group's
+        rank order, so the sum is the same in every run.
+
+        Args:
+            dq: gradients of this rank's query heads, [L_g, h_d, D] in any float dtype.
+            own: what `kv_gradient_room` returned.
+            dk, dv: room for the gradients, [s_d, H_kv, D] in the inputs' dtype.
+            rotation: what turned the inputs.
+        """
+        dq = dq.to(dk.dtype)
+        q_slots, kv_slots = self._slots(q=True), self._slots(kv=True)
+        if not kv_slots.replicated and len(self._members) > 1:
+            own = own.to(dk.dtype)  # rounded once in any case; half as much to move
+        q_away = dq.new_empty(q_slots.num_away, dq.shape[-1])
+        kv_away = own.new_empty(kv_slots.num_away, own.shape[-1])
+        parts = self._kv_parts(own, kv_slots).values()
         self._channel.start(
-            self._rows_of_others(self._kv_parts(own, slots).values()),
-            _blocks(away, slots.kv_away),
-            "the all-to-all of key and value gradients",
+            [*self._rows_of_others([dq]), *self._rows_of_others(parts)],
+            [*_blocks(q_away, q_slots.q_away), *_blocks(kv_away, kv_slots.kv_away)],
+            "the all-to-all of query, key and value gradients",
         ).wait()
-        _movers(away).unpack(away, own, (dk, dv), slots.pieces, rotation)
+        movers(own).unpack(kv_away, own, (dk, dv), kv_slots.pieces, rotation)
+        if self._stays(rotation):
+            return dq
+        tokens = self._tokens_room(dq)
+        movers(dq).unpack(q_away, _flat(dq), (tokens,), q_slots.pieces, rotation)
+        return tokens
 
     # ---------------------------------------------------------------- the two buffers
 
@@ -137,6 +184,16 @@ class HeadExchange:
             for (start, stop), held in slots.kv_own.items()
         }
 
+    def _q_part(self, own: torch.Tensor, slots: GroupSlots) -> torch.Tensor:
+        """Return the queries [L_g, h_d, D] of this rank's heads."""
+        held = own[slice(*slots.q_own)]
+        return held.view(self._group_tokens, self._num_q_heads, own.shape[-1])
+
+    def _tokens_room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return room for all query heads of this rank's tokens, [s_d, H, D]."""
+        num_heads = max(member.q_heads[1] for member in self._members)
+        return like.new_empty(self._tokens, num_heads, like.shape[-1])
+
     def _slots(self, *, kv: bool = False, q: bool = False) -> GroupSlots:
         return group_slots(self._members, self._rank, kv=kv, q=q)
 
@@ -150,16 +207,6 @@ class HeadExchange:
             for tensor in kept
         ]
 
-    def _start_queries(
-        self, away: torch.Tensor, own: torch.Tensor, slots: GroupSlots, what: str
-    ) -> tuple[torch.Tensor, Pending]:
-        held = own[slice(*slots.q_own)]
-        x = held.view(self._group_tokens, self._num_q_heads, own.shape[-1])
-        pending = self._channel.start(
-            _blocks(away, slots.q_away), self._rows_of_others([x]), f"the all-to-all of {what}"
-        )
-        return x, pending
-
 
 def _pack(
     tensors: Sequence[torch.Tensor], slots: GroupSlots, rotation: Rotation | None
@@ -169,7 +216,7 @@ def _pack(
     like = tensors[0]
     away = like.new_empty(slots.num_away, like.shape[-1])
     own = like.new_empty(slots.num_own, like.shape[-1])
-    _movers(own).pack(tensors, away, own, slots.pieces, rotation)
+    movers(own).pack(tensors, away, own, slots.pieces, rotation)
     return away, own
 
 
@@ -182,12 +229,12 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _movers(x: torch.Tensor) -> ModuleType:
+def movers(x: torch.Tensor) -> ModuleType:
     """Return who packs and unpacks buffers like x: the Triton kernel, or its definition.
 
-    The definition works where attention's does, and on delta, whose D is 1.
+    The definition works where attention's does.
     """
-    if by_reference(x) or x.shape[-1] == 1:
+    if by_reference(x):
         return pack_reference
     from hexiseq_triton.kernels import pack  # needs Triton
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 
-from hexiseq_triton.batches import Exchange, Round, exchange_of
+import torch
+
+from hexiseq_triton.batches import Arrival, Exchange, Round, exchange_of
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.partition import deal
-from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
+from hexiseq_triton.planner.schedule import atomic_intervals, intervals_of, transfers
 from hexiseq_triton.segments import Mask, RowRange, Segment, merge, num_tokens, take
 
 
@@ -21,6 +23,10 @@ class BatchLayout:
         plan: the plan.
         rank: this rank of the plan; an idle rank holds no segment.
         document_lengths: tokens of each document of the rank's replica.
+
+    Attributes:
+        is_alone: whether the rank holds its whole replica's batch, in its order.
+        cu_seqlens: bounds of the documents in that batch, [documents + 1] int64 on the CPU.
     """
 
     def __init__(self, plan: Plan, rank: int, document_lengths: Sequence[int]) -> None:
@@ -28,6 +34,8 @@ class BatchLayout:
         self.rank = rank
         self.document_lengths = tuple(document_lengths)
         self.replica = plan.replica_of(rank)
+        self.is_alone = self.replica is not None and len(plan.replicas[self.replica].shares) == 1
+        self.cu_seqlens = torch.tensor([0, *accumulate(self.document_lengths)])
         self._rounds: dict[Mask, tuple[Round, ...]] = {}
         self._exchanges: dict[Mask, Exchange] = {}
 
@@ -117,9 +125,9 @@ class BatchLayout:
         return self._rounds[mask]
 
     def exchange(self, mask: Mask) -> Exchange:
-        """Return the rounds in batches, and where their rows stand in this rank's pools."""
+        """Return the rounds, and where their rows stand in this rank's pools."""
         if mask not in self._exchanges:
-            self._exchanges[mask] = exchange_of(self.rounds(mask), self.plan.exchange.window)
+            self._exchanges[mask] = exchange_of(self.rounds(mask))
         return self._exchanges[mask]
 
     def _make_rounds(self, mask: Mask) -> tuple[Round, ...]:
@@ -129,16 +137,17 @@ class BatchLayout:
             self.group_segments,
             mask,
             self.plan.exchange.chunk_tokens,
+            self.plan.exchange.window,
         )
-        departures = {item.round: item for item in ordered if item.sender == self.rank}
-        arrivals = {item.round: item for item in ordered if item.receiver == self.rank}
-        count = 1 + max((item.round for item in ordered), default=-1)
+        rounds = [list(group) for _, group in groupby(ordered, lambda item: item.round)]
         return tuple(
-            Round(departures.get(r), arrivals.get(r), self._positions(arrivals.get(r)))
-            for r in range(count)
+            Round(
+                tuple(item for item in together if item.sender == self.rank),
+                tuple(
+                    Arrival(item, tuple(take(self.group_segments[item.group], item.rows)))
+                    for item in together
+                    if item.receiver == self.rank
+                ),
+            )
+            for together in rounds
         )
-
-    def _positions(self, arrival: Transfer | None) -> tuple[Segment, ...]:
-        if arrival is None:
-            return ()
-        return tuple(take(self.group_segments[arrival.group], arrival.rows))

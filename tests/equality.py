@@ -126,10 +126,18 @@ def largest_errors(
 
 
 def check_low_precision(
-    rank: int, plan: Plan, lengths: Sequence[int], head_dim: int, dtype: torch.dtype, device: str
+    rank: int,
+    plan: Plan,
+    lengths: Sequence[int],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    symmetric_memory: bool = True,
 ) -> None:
     """Worker: the plan errs about as little as plain attention in the same dtype does."""
-    with init(plan, device=this_device(device, rank), timeout=TIMEOUT) as context:
+    torch.use_deterministic_algorithms(False)
+    options: dict[str, Any] = {"timeout": TIMEOUT, "symmetric_memory": symmetric_memory}
+    with init(plan, device=this_device(device, rank), **options) as context:
         tensors = random_qkv(plan, sum(lengths), head_dim, seed=3, dtype=dtype)
         found = planned(context, tensors, lengths, causal=True)
         if context.replica is None:

@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -20,10 +21,10 @@ from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.batches import Batch, Round
 from hexiseq_triton.context import init
 from hexiseq_triton.errors import InputError
+from hexiseq_triton.exchange import Returns
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import ExchangePlan, Plan, Split
-from hexiseq_triton.ring import Ring
 from hexiseq_triton.segments import Mask
 
 TOLERANCE = 1e-10
@@ -191,17 +192,20 @@ def test_a_sink_of_another_size_raises_on_every_rank(pool: Pool) -> None:
 
 
 def with_two_routes_swapped(*args: Any) -> dict[str, float]:
-    """Worker: each rank takes the first two routes that arrive for each other."""
+    """Worker: each rank takes two arriving transfers of the same size for each other."""
     original = BatchLayout.rounds
 
     def swapped(self: BatchLayout, mask: Mask) -> tuple[Round, ...]:
         rounds = list(original(self, mask))
-        at = [i for i, step in enumerate(rounds) if step.arrival][:2]
-        if len(at) == 2:
-            i, j = at
-            a, b = rounds[i].arrival_segments, rounds[j].arrival_segments
-            rounds[i] = Round(rounds[i].departure, rounds[i].arrival, b)
-            rounds[j] = Round(rounds[j].departure, rounds[j].arrival, a)
+        at = [(i, j) for i, step in enumerate(rounds) for j in range(len(step.arrivals))]
+        for pair in combinations(at, 2):
+            a, b = (rounds[i].arrivals[j] for i, j in pair)
+            if a.item.kv_heads == b.item.kv_heads and a.item.num_rows == b.item.num_rows:
+                for (i, j), segments in zip(pair, (b.segments, a.segments), strict=True):
+                    arrivals = list(rounds[i].arrivals)
+                    arrivals[j] = arrivals[j]._replace(segments=segments)
+                    rounds[i] = rounds[i]._replace(arrivals=tuple(arrivals))
+                break
         return tuple(rounds)
 
     with mock.patch.object(BatchLayout, "rounds", swapped):
@@ -210,16 +214,17 @@ def with_two_routes_swapped(*args: Any) -> dict[str, float]:
 
 def with_one_partial_dropped(*args: Any) -> dict[str, float]:
     """Worker: each rank forgets the first partial dK/dV that comes back to it."""
-    original = Ring._add_returned
+    original = Returns.wait
     dropped = []
 
-    def forgetful(self: Ring, dkv: Any, returned: Any, batch: Batch, pending: Any) -> None:
+    def forgetful(self: Returns) -> Batch:
+        batch = original(self)
         if batch.returns and not dropped:
             dropped.append(batch)
             batch = replace(batch, returns={})
-        original(self, dkv, returned, batch, pending)
+        return batch
 
-    with mock.patch.object(Ring, "_add_returned", forgetful):
+    with mock.patch.object(Returns, "wait", forgetful):
         return largest_errors(*args)
 
 

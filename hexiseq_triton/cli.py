@@ -8,8 +8,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from hexiseq_triton.cli_compare import compare_command
+from hexiseq_triton.cli_doctor import doctor_command
 from hexiseq_triton.cli_files import gpus_command, import_app, schema_command
 from hexiseq_triton.cli_plan import plan_command
+from hexiseq_triton.cli_profile import profile_command
+from hexiseq_triton.cli_simulate import simulate_command
 from hexiseq_triton.cli_train import demo_command, launch_command, train_command
 from hexiseq_triton.cli_tune import tune_command
 from hexiseq_triton.errors import HexiSeqError
@@ -35,7 +39,11 @@ def hexiseq() -> None:
 
 
 app.command("plan")(plan_command)
+app.command("simulate")(simulate_command)
+app.command("profile")(profile_command)
+app.command("doctor")(doctor_command)
 app.command("train")(train_command)
+app.command("compare")(compare_command)
 app.command("launch")(launch_command)
 app.command("demo")(demo_command)
 app.command("tune")(tune_command)

@@ -13,11 +13,33 @@ from hexiseq_triton.launch import DEFAULT_PORT, node_commands, sbatch_file
 from hexiseq_triton.planner.plans import Plan
 
 PlanFile = Annotated[Path, typer.Option("--plan", help="plan file, from `hexiseq plan --out`")]
+TrainingFile = Annotated[Path, typer.Option(help="training file (YAML); see examples/train.yaml")]
+ClusterOption = Annotated[
+    Path | None, typer.Option(help="the plan's cluster file: predicts each phase of a step")
+]
+EmulateSms = Annotated[
+    str | None, typer.Option(help="for tests: multiprocessors of each rank: 132,132,44,44")
+]
+EmulateMemory = Annotated[
+    str | None,
+    typer.Option("--emulate-memory-gb", help="for tests: GB that each rank's tensors may take"),
+]
+EmulateLinks = Annotated[
+    str | None,
+    typer.Option("--emulate-link-gb-per-s", help="for tests: GB/s that each rank receives"),
+]
 
 
 def train_command(
     plan: PlanFile,
-    config: Annotated[Path, typer.Option(help="training file (YAML); see examples/train.yaml")],
+    config: TrainingFile,
+    cluster: ClusterOption = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write observed steps of all ranks, for Perfetto")
+    ] = None,
+    emulate_sms: EmulateSms = None,
+    emulate_memory_gb: EmulateMemory = None,
+    emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
     """Train under a plan; started by torchrun, once a rank (see `hexiseq launch`)."""
     if "RANK" not in os.environ:
@@ -25,9 +47,11 @@ def train_command(
             "hexiseq train runs under torchrun, one process a rank; print the command with "
             f"`hexiseq launch --plan {plan} --config {config} --hosts localhost`"
         )
+    from hexiseq_triton.emulate import Emulation
     from hexiseq_triton.train import train
 
-    train(plan, config)
+    emulation = Emulation.parse(emulate_sms, emulate_memory_gb, emulate_link_gb_per_s)
+    train(plan, config, cluster=cluster, trace=trace, emulation=emulation)
 
 
 def launch_command(

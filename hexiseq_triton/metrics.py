@@ -28,16 +28,18 @@ class Report:
         path: the JSON-lines file. Lines of steps that are done again are dropped.
         start: steps done before.
         steps: steps in all.
+        emulated: what every line says was emulated; "" for nothing.
     """
 
-    def __init__(self, path: Path, *, start: int, steps: int) -> None:
+    def __init__(self, path: Path, *, start: int, steps: int, emulated: str = "") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if start and path.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= start]
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
+        self._label = {"emulated": emulated} if emulated else {}
         self._progress = Progress(
-            TextColumn("training"),
+            TextColumn(f"training, {emulated}" if emulated else "training"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
@@ -47,7 +49,7 @@ class Report:
 
     def write(self, metrics: StepMetrics) -> None:
         """Add one step."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write(json.dumps(asdict(metrics) | self._label) + "\n")
         self._file.flush()
         text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
         self._progress.update(self._task, advance=1, description=text)

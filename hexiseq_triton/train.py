@@ -3,10 +3,14 @@
 A step runs the plan's `accumulation` passes. Each pass gives every replica its sequences of the
 corpus, and every rank its rows of them, however few: a rank without tokens runs forward and
 backward too, since FSDP2's collectives need it.
+
+A few steps after the first are observed: what each rank did, beside what the plan predicts, is
+printed and written to `timeline.json` (docs/recorded-runs.md).
 """
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -14,19 +18,27 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hexiseq_triton import checkpoint
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.corpus import VOCAB, Corpus, sequences_of
+from hexiseq_triton.emulate import Emulation, emulated
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.llama import Llama, LlamaConfig, initialize
 from hexiseq_triton.metrics import Report, StepMetrics
 from hexiseq_triton.module import HexiSeqAttention
-from hexiseq_triton.planner import Plan
+from hexiseq_triton.planner import Cluster, Plan
 from hexiseq_triton.planner.models import ModelSpec
+from hexiseq_triton.profile_world import local_device, profile_command
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
+from hexiseq_triton.trace_layers import record_layers
+from hexiseq_triton.trace_observe import Observer, save_trace
+from hexiseq_triton.trace_phases import STEP
+from hexiseq_triton.trace_record import Forecast
+from hexiseq_triton.trace_report import print_recorded, report_console
 from hexiseq_triton.training_config import TrainingConfig
 
 
@@ -34,15 +46,23 @@ def train(
     plan: Plan | str | Path,
     config: TrainingConfig | str | Path,
     device: torch.device | str | None = None,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    trace: str | Path | None = None,
+    emulation: Emulation | None = None,
 ) -> list[StepMetrics]:
     """Train as `config` says under `plan`; a collective call of all ranks, under torchrun.
 
-    Writes `metrics.jsonl` and checkpoints into the config's `out`.
+    Writes `metrics.jsonl`, `timeline.json` and checkpoints into the config's `out`.
 
     Args:
         plan: a plan or its file.
         config: a configuration or its file.
         device: this process's device; its local GPU if left out, else the CPU.
+        cluster: what the plan was made for, or its file: the phases of a step are then predicted
+            too, and not only the step and each rank's computing.
+        trace: write the observed steps of all ranks here, as a Chrome trace.
+        emulation: slow ranks to emulate; everything written is labelled.
 
     Returns:
         The metrics of each step done here, the same losses on every rank.
@@ -54,9 +74,30 @@ def train(
     """
     if not isinstance(config, TrainingConfig):
         config = TrainingConfig.load(config)
+    if cluster is not None and not isinstance(cluster, Cluster):
+        cluster = Cluster.load(cluster)
+    chosen = local_device() if device is None else torch.device(device)
     timeout = timedelta(seconds=config.timeout_seconds)
-    with init(plan, device=device, timeout=timeout) as context:
-        return Training(context, config).run()
+    slow_links = emulation is not None and emulation.delays_links
+    with (
+        emulated(emulation, *_rank_and_world(), chosen) as label,
+        init(plan, device=chosen, timeout=timeout, symmetric_memory=not slow_links) as context,
+    ):
+        if emulation is not None:
+            emulation.delay_links(context)
+        training = Training(context, config)
+        spec = ModelSpec.load(config.model)
+        left = config.steps - training.steps_done
+        forecast = Forecast.of(context.plan, cluster, spec)
+        observer = Observer(context, forecast, left, training.steps_done, label)
+        return training.run(observer, trace)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    """Return this process's number and how many there are, before or after they have met."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Training:
@@ -65,6 +106,7 @@ class Training:
     Attributes:
         model: the decoder, sharded by FSDP2.
         steps_done: optimizer steps so far.
+        observer: what watches the steps, if anything does.
     """
 
     def __init__(self, context: ParallelContext, config: TrainingConfig) -> None:
@@ -74,8 +116,10 @@ class Training:
             shape = model_config(config, context.plan)
             self.corpus = make_corpus(config)
         self.model = _sharded(shape, context, config)
+        record_layers(self.model, context.timeline)
         self.optimizer = make_optimizer(self.model, config)
         self.steps_done = 0
+        self.observer: Observer | None = None
         self._attention = HexiSeqAttention(context, causal=True)
         if config.resume:
             self.steps_done = checkpoint.resume(
@@ -86,14 +130,23 @@ class Training:
     def _checkpoints(self) -> Path:
         return Path(self.config.out) / "checkpoints"
 
-    def run(self) -> list[StepMetrics]:
-        """Take the steps that are left; return their metrics."""
+    def run(
+        self, observer: Observer | None = None, trace: str | Path | None = None
+    ) -> list[StepMetrics]:
+        """Take the steps that are left; return their metrics.
+
+        Args:
+            observer: watches some of them; what it saw is printed and written.
+            trace: write what it saw here too, as a Chrome trace.
+        """
+        self.observer = observer
         done = []
         with self._report() or nullcontext() as report:
             while self.steps_done < self.config.steps:
                 done.append(self.step())
                 if report is not None:
                     report.write(done[-1])
+                self._look_back(trace)
                 every = self.config.checkpoint_every
                 last = self.steps_done == self.config.steps
                 if every and (last or self.steps_done % every == 0):
@@ -104,14 +157,29 @@ class Training:
         if self.context.rank != 0:
             return None
         path = Path(self.config.out) / "metrics.jsonl"
-        return Report(path, start=self.steps_done, steps=self.config.steps)
+        label = "" if self.observer is None else self.observer.emulated
+        return Report(path, start=self.steps_done, steps=self.config.steps, emulated=label)
+
+    def _look_back(self, trace: str | Path | None) -> None:
+        """After the last observed step, print and write what was seen."""
+        found = None if self.observer is None else self.observer.after(self.steps_done)
+        if found is None:
+            return
+        run, spans = found
+        run.save(Path(self.config.out) / "timeline.json")
+        if trace is not None:
+            save_trace(trace, run, spans)
+        print_recorded(run, report_console(), profile_command(run.world_size))
 
     def step(self) -> StepMetrics:
         """Take one optimizer step."""
+        if self.observer is not None:
+            self.observer.before(self.steps_done + 1)
         began = time.perf_counter()
-        mean = self.backward()
-        self.update()
-        loss = float(mean)  # on CUDA waits for the device
+        with self.context.timeline.span(STEP):
+            mean = self.backward()
+            self.update()
+            loss = float(mean)  # on CUDA waits for the device
         seconds = time.perf_counter() - began
         tokens = self.context.plan.global_batch * self.context.plan.seq_len
         return StepMetrics(self.steps_done, loss, tokens, seconds, tokens / seconds)
@@ -144,9 +212,12 @@ class Training:
         indices = sequences_of(plan, replica, self.steps_done, turn)
         tokens, cu_seqlens = self.corpus.sequences(indices, plan.seq_len)
         with self.context.timeline.span("shard"):
-            return self.context.shard(
+            batch = self.context.shard(
                 {"input_ids": tokens, "labels": tokens}, cu_seqlens=cu_seqlens
             )
+        if self.observer is not None:
+            self.observer.batch(batch.layout)
+        return batch
 
     def update(self) -> None:
         """Apply the gradient and forget it."""

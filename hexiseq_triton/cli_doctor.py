@@ -1,0 +1,75 @@
+"""`hexiseq doctor`: what each rank is and whether they can work together, in one table."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from hexiseq_triton.doctor import Diagnosis
+
+TIMEOUT = timedelta(minutes=3)
+
+
+def doctor_command() -> None:
+    """Check versions, links and kernels of all ranks under torchrun; exit code 1 if anything must
+    be fixed."""
+    from hexiseq_triton.profile_world import check_started_by_torchrun, local_device
+
+    check_started_by_torchrun("doctor")
+    import torch.distributed as dist
+
+    from hexiseq_triton.doctor import examine
+
+    dist.init_process_group("gloo", timeout=TIMEOUT)  # works where NCCL may not
+    try:
+        found = examine(local_device())
+        if dist.get_rank() == 0:
+            print_diagnosis(found)
+    finally:
+        dist.destroy_process_group()
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def print_diagnosis(found: Diagnosis, console: Console | None = None) -> None:
+    """Print the table, then problems and remarks, a line each."""
+    from hexiseq_triton.trace_report import report_console
+
+    console = console or report_console()
+    console.print(ranks_table(found))
+    held = ", ".join(f"{name} {held}" for name, held in found.reports[0].versions.items())
+    console.print(f"rank 0 has {held}", markup=False, highlight=False, soft_wrap=True)
+    for kind, texts in (("fix", found.problems), ("note", found.remarks)):
+        for text in texts:
+            console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
+    if not found.problems:
+        console.print(f"{len(found.reports)} ranks can work together")
+
+
+def ranks_table(found: Diagnosis) -> Table:
+    """Return a table with a row a rank."""
+    table = Table()
+    for name in ("rank", "host", "device", "memory", "kernels", "peers", "network", "exchange ms"):
+        table.add_column(name, justify="right" if name in ("rank", "memory") else "left")
+    for report in found.reports:
+        memory = f"{report.memory_bytes / 2**30:.1f} GiB" if report.memory_bytes else "-"
+        peers = f"{len(report.peers)}/{report.local_gpus - 1}" if report.local_gpus > 1 else "-"
+        network = ", ".join(
+            part for part in (report.nccl.network, report.nccl.interface, report.nccl.ways) if part
+        )
+        table.add_row(
+            str(report.rank),
+            report.host,
+            report.device,
+            memory,
+            f"{report.kernels.name} ({report.kernels.why})",
+            peers,
+            network or "-",
+            " ".join(result.removeprefix("ok ") for result in report.smoke.values()) or "-",
+        )
+    return table

@@ -2,6 +2,12 @@
 
 DCP writes shards and reads them back under any number of ranks, so a run may go on under another
 plan. Its `.metadata` file is written last: a folder without one is no checkpoint.
+
+For other programs the weights alone can be gathered and written whole:
+
+    export_safetensors(path, model, context.world_group)                   # one file
+    weights = whole_weights(model, context.world_group)                    # a transformers model
+    if context.rank == 0: model.save_pretrained(folder, state_dict=weights)
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from hexiseq_triton.errors import ConfigError
 
@@ -52,6 +59,34 @@ def resume(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     return int(state["step"])
+
+
+def whole_weights(model: nn.Module, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return all weights and buffers, whole and on the CPU, to the first rank; others get none.
+
+    A collective call of all ranks of `group`. A rank holds one whole tensor at a time beside its
+    shards, the first rank all of them.
+    """
+    first = dist.get_rank(group) == 0
+    whole = {}
+    for name, tensor in model.state_dict().items():
+        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if first:
+            whole[name] = gathered.detach().cpu().clone()
+    return whole
+
+
+def export_safetensors(path: Path, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Write all weights as one safetensors file; a collective call of all ranks of `group`.
+
+    Raises:
+        ImportError: if the package safetensors is missing.
+    """
+    from safetensors.torch import save_file
+
+    weights = whole_weights(model, group)
+    if weights:
+        save_file(weights, path, metadata={"format": "pt"})
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

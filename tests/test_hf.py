@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -255,6 +256,27 @@ def test_two_contexts_take_turns(ready: Pool) -> None:
     assert max(ready.run(two_plans)) < 1e-5
 
 
+def autocast(rank: int) -> float:
+    """Worker: how far logits under autocast are from those in float32."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    model.set_attn_implementation("hexiseq")
+    with torch.no_grad():
+        found = []
+        for enabled in (False, True):  # a context keeps its dtype
+            with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
+                batch = hf.shard(context, stream(LENGTHS[0], 0))
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    found.append(model(**batch.inputs).logits.float())
+    return relative(found[1], found[0])
+
+
+def test_autocast_attends_in_its_dtype(ready: Pool) -> None:
+    found = ready.run(autocast)
+    assert all(0.0 < each < 0.05 for each in found[:4]), found  # rank 4 is idle
+
+
 def document_sources(rank: int) -> list[list[int]]:
     """Worker: the document lengths found from each thing a collator may tell them by."""
     from hexiseq_triton.integrations import hf
@@ -302,7 +324,8 @@ def refused(rank: int, what: str) -> str:
             shape = (1, 2, 3, 16)
             for layer in range(2):
                 cache.update(torch.zeros(shape), torch.zeros(shape), layer)
-            inputs["cache"] = cache
+            known = inspect.signature(model.forward).parameters  # it was renamed within 5.x
+            inputs["cache" if "cache" in known else "past_key_values"] = cache
         try:
             model(**inputs)
         except InputError as error:

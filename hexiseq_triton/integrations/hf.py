@@ -59,9 +59,14 @@ class HFBatch:
     local: LocalBatch
 
     @property
+    def num_tokens(self) -> int:
+        """This rank's tokens."""
+        return self.local.position_ids.shape[0]
+
+    @property
     def is_padded(self) -> bool:
         """Whether this rank has no token and runs the padding token instead."""
-        return self.local.layout.num_tokens == 0
+        return self.num_tokens == 0
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -202,8 +207,9 @@ def attention(
         )
     _check(batch, query, key, attention_mask, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    rows = batch.local.layout.num_tokens
-    q, k, v = (x[0].transpose(0, 1)[:rows] for x in (query, key, value))
+    rows = batch.num_tokens
+    dtype = _compute_dtype(query)
+    q, k, v = (x[0].transpose(0, 1)[:rows].to(dtype) for x in (query, key, value))
     out = hexiseq_attention(
         q,
         k,
@@ -226,7 +232,7 @@ def _check(
     attention_mask: torch.Tensor | None,
     dropout: float,
 ) -> None:
-    rows = batch.local.layout.num_tokens + batch.is_padded
+    rows = batch.num_tokens + batch.is_padded
     if dropout:
         raise InputError(
             f"attention dropout is {dropout}; it is not supported: set attention_dropout to 0.0"
@@ -243,6 +249,12 @@ def _check(
             f"attention got [{query.shape[0]}, {query.shape[2]}] tokens; the batch holds "
             f"[1, {rows}]: call the model as model(**batch.inputs)"
         )
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype to attend in: under autocast rotary tables may have made q and k float32."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:

@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-c constraints-cpu.txt)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install format lint types test test-installed test-gpu memcheck bench compile-all demo check
+.PHONY: install format lint types test test-installed test-gpu memcheck bench bench-paired compile-all compile-hopper demo check
 
 install: $(INSTALLED)
 
@@ -56,9 +56,28 @@ bench: install
 	$(PYTHON) -m pytest bench
 	$(PYTHON) bench/report.py
 
+# on a GPU, best with FlashAttention-4 installed: ours and the peers in turn, ratios with intervals
+bench-paired: install
+	$(PYTHON) bench/paired.py
+	$(PYTHON) bench/report.py
+
 # every kernel of the launch tables for every card, without a GPU: registers and spills
 compile-all: install
 	$(PYTHON) bench/compile_all.py
+
+# the Hopper kernels by another Triton than the installed one, without a GPU: make compile-hopper TRITON=3.8.0
+TRITON ?= 3.8.0
+OTHER_TRITON := $(abspath build/triton-$(TRITON))
+compile-hopper: install
+	$(PYTHON) -m pip install -q --no-deps --target $(OTHER_TRITON) triton==$(TRITON)
+	PYTHONPATH=$(OTHER_TRITON) $(PYTHON) bench/compile_hopper.py
+
+# the documentation as a site, in build/site; the API pages read an installed copy, as mypy does
+docs: install
+	rm -rf build
+	$(PYTHON) -m pip install -q $(CONSTRAINTS) -e ".[docs]"
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target $(INSTALLED_COPY) .
+	$(PYTHON) -m mkdocs build
 
 demo: install
 	$(VENV)/bin/hexiseq demo

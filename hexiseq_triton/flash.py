@@ -111,12 +111,12 @@ def flash_attn_func(
 ) -> Attended:
     """Attend over sequences of equal length; nothing waits for the GPU.
 
+    The arguments not named here are those of `flash_attn_varlen_func`.
+
     Args:
         q: queries, [B, S, H, D] bf16, fp16 or fp32; no copy is made where [B * S, H, D] is a view.
         k: keys, [B, S_kv, H_kv, D]; H_kv divides H, S_kv may differ from S.
         v: values, as k.
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            return_attn_probs, learnable_sink: as in `flash_attn_varlen_func`.
 
     Returns:
         out, in the shape and dtype of q; with `return_attn_probs` (out, lse, None), where lse is

@@ -47,10 +47,10 @@ from mixed_layers import (
 )
 
 import hexiseq_triton as hx
-from hexiseq_triton.emulate import Emulation, emulated
+from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, Plan
-from hexiseq_triton.profile_world import local_device, world
+from hexiseq_triton.profiling.world import local_device, world
 
 TOKENS = (65536, 131072)
 SAMPLES = 3

@@ -8,14 +8,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from hexiseq_triton.cli_compare import compare_command
-from hexiseq_triton.cli_doctor import doctor_command
-from hexiseq_triton.cli_files import gpus_command, import_app, schema_command
-from hexiseq_triton.cli_plan import plan_command
-from hexiseq_triton.cli_profile import profile_command
-from hexiseq_triton.cli_simulate import simulate_command
-from hexiseq_triton.cli_train import demo_command, launch_command, train_command
-from hexiseq_triton.cli_tune import tune_command
+from hexiseq_triton.commands.compare import compare_command
+from hexiseq_triton.commands.doctor import doctor_command
+from hexiseq_triton.commands.files import gpus_command, import_app, schema_command
+from hexiseq_triton.commands.plan import plan_command
+from hexiseq_triton.commands.profile import profile_command
+from hexiseq_triton.commands.simulate import simulate_command
+from hexiseq_triton.commands.train import demo_command, launch_command, train_command
+from hexiseq_triton.commands.tune import tune_command
 from hexiseq_triton.errors import HexiSeqError
 
 

@@ -29,7 +29,7 @@ from hexiseq_triton.errors import PeerError
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Cluster, Plan, plan
 from hexiseq_triton.single import SingleProcessTraining
-from hexiseq_triton.trace import write_trace
+from hexiseq_triton.tracing.perfetto import write_trace
 from hexiseq_triton.train import Training, make_corpus, whole_gradients
 from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.plan_tables import print_plan
 from hexiseq_triton.planner import Plan
+from hexiseq_triton.reports.plan_tables import print_plan
 
 if TYPE_CHECKING:
     from hexiseq_triton.demo import Summary

@@ -25,20 +25,20 @@ from torch.distributed.tensor import DTensor
 from hexiseq_triton import checkpoint
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.corpus import VOCAB, Corpus, sequences_of
-from hexiseq_triton.emulate import Emulation, emulated
+from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.llama import Llama, LlamaConfig, initialize
 from hexiseq_triton.metrics import Report, StepMetrics
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import Cluster, Plan
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.profile_world import local_device, profile_command
+from hexiseq_triton.profiling.world import local_device, profile_command
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
-from hexiseq_triton.trace_layers import record_layers
-from hexiseq_triton.trace_observe import Observer, save_trace
-from hexiseq_triton.trace_phases import STEP
-from hexiseq_triton.trace_record import Forecast
-from hexiseq_triton.trace_report import print_recorded, report_console
+from hexiseq_triton.tracing.layers import record_layers
+from hexiseq_triton.tracing.observe import Observer, save_trace
+from hexiseq_triton.tracing.phases import STEP
+from hexiseq_triton.tracing.record import Forecast
+from hexiseq_triton.tracing.report import print_recorded, report_console
 from hexiseq_triton.training_config import TrainingConfig
 
 

@@ -11,10 +11,10 @@ import torch
 from pool import Pool
 from rich.console import Console
 
-from hexiseq_triton.cli_doctor import print_diagnosis
-from hexiseq_triton.doctor import Diagnosis, RankReport, diagnosed, examine
-from hexiseq_triton.doctor_kernels import KernelPath
-from hexiseq_triton.doctor_nccl import NcclLog, read_nccl_log
+from hexiseq_triton.commands.doctor import print_diagnosis
+from hexiseq_triton.doctor.examine import Diagnosis, RankReport, diagnosed, examine
+from hexiseq_triton.doctor.kernels import KernelPath
+from hexiseq_triton.doctor.nccl import NcclLog, read_nccl_log
 
 WELL = RankReport(
     rank=0,

@@ -14,14 +14,14 @@ from pool import TIMEOUT, Pool
 from typer.testing import CliRunner
 
 from hexiseq_triton.cli import app
-from hexiseq_triton.compare import compare
-from hexiseq_triton.compare_report import comparison_table, order_lines
 from hexiseq_triton.context import init
-from hexiseq_triton.emulate import Emulation
+from hexiseq_triton.emulation.emulate import Emulation
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, Plan, Split
-from hexiseq_triton.trace_phases import PHASES
-from hexiseq_triton.trace_record import RecordedRun
+from hexiseq_triton.tracing.compare import compare
+from hexiseq_triton.tracing.compare_report import comparison_table, order_lines
+from hexiseq_triton.tracing.phases import PHASES
+from hexiseq_triton.tracing.record import RecordedRun
 from hexiseq_triton.train import train
 from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
 

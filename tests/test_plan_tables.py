@@ -13,16 +13,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.plan_report import write_report
-from hexiseq_triton.plan_rows import plan_sections, spans
-from hexiseq_triton.plan_tables import (
-    assumed_lines,
-    baseline_table,
-    plan_table,
-    print_plan,
-    summary_lines,
-    terms_tables,
-)
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.plans import (
     BaselineResult,
@@ -32,6 +22,16 @@ from hexiseq_triton.planner.plans import (
     RankShare,
     ReplicaPlan,
     Split,
+)
+from hexiseq_triton.reports.plan_report import write_report
+from hexiseq_triton.reports.plan_rows import plan_sections, spans
+from hexiseq_triton.reports.plan_tables import (
+    assumed_lines,
+    baseline_table,
+    plan_table,
+    print_plan,
+    summary_lines,
+    terms_tables,
 )
 
 CLUSTER = Cluster.from_mapping(

@@ -20,7 +20,11 @@ from hexiseq_triton.planner.explain import cost_of
 from hexiseq_triton.planner.overlap import Overlap
 from hexiseq_triton.planner.rates import rates_of
 from hexiseq_triton.planner.workload import Workload
-from hexiseq_triton.profile import (
+from hexiseq_triton.profiling.classes import RankProfile, classes_of
+from hexiseq_triton.profiling.cluster_file import cluster_content, cluster_yaml
+from hexiseq_triton.profiling.compute import Rate, _skip
+from hexiseq_triton.profiling.links import Link, fitted, pair_rounds
+from hexiseq_triton.profiling.profile import (
     CPU_SIZES,
     AllToAll,
     ClusterProfile,
@@ -28,10 +32,6 @@ from hexiseq_triton.profile import (
     num_steps,
     profile,
 )
-from hexiseq_triton.profile_classes import RankProfile, classes_of
-from hexiseq_triton.profile_compute import Rate, _skip
-from hexiseq_triton.profile_file import cluster_content, cluster_yaml
-from hexiseq_triton.profile_links import Link, fitted, pair_rounds
 
 H100 = "NVIDIA H100 80GB HBM3"
 TINY = replace(

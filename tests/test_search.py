@@ -188,7 +188,7 @@ def test_a_plan_for_documents_is_called_heuristic() -> None:
 
 def test_planning_imports_no_torch_and_no_solver_before_it_is_needed(tmp_path: Path) -> None:
     code = (
-        "import sys, hexiseq_triton.planner, hexiseq_triton.cli_plan\n"
+        "import sys, hexiseq_triton.planner, hexiseq_triton.commands.plan\n"
         "print(sorted({'torch', 'triton', 'mip', 'numba'} & set(sys.modules)))"
     )
     # not in the repository's root, where `hexiseq_triton` is a folder and not the package

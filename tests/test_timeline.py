@@ -17,8 +17,8 @@ from hexiseq_triton.planner.explain import cost_of
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.timeline import Span, Timeline
-from hexiseq_triton.trace import write_trace
-from hexiseq_triton.trace_phases import (
+from hexiseq_triton.tracing.perfetto import write_trace
+from hexiseq_triton.tracing.phases import (
     COMPUTING,
     PHASES,
     Phases,
@@ -26,8 +26,8 @@ from hexiseq_triton.trace_phases import (
     predicted_phases,
     visible_share,
 )
-from hexiseq_triton.trace_record import Forecast, RecordedRun
-from hexiseq_triton.trace_report import notes, print_recorded, warnings
+from hexiseq_triton.tracing.record import Forecast, RecordedRun
+from hexiseq_triton.tracing.report import notes, print_recorded, warnings
 
 STEP = [
     Span("step", 0.0, 10.0),

@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 
 from hexiseq_triton.cli import app
-from hexiseq_triton.cli_tune import choice_table, tune_command
+from hexiseq_triton.commands.tune import choice_table, tune_command
 from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.kernels import AttentionOptions, HeadMap, tune
 from hexiseq_triton.kernels.backward import attention_backward

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hexiseq_triton.channel import Channel
 from hexiseq_triton.context import init
 from hexiseq_triton.planner import Plan, Split
-from hexiseq_triton.profile_clock import timed
+from hexiseq_triton.profiling.clock import timed
 
 LEAST_LATENCY = 1e-7
 ROUNDS = 7

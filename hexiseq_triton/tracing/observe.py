@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.timeline import Span
-from hexiseq_triton.trace import write_trace
-from hexiseq_triton.trace_phases import Phases, measured_phases, visible_share
-from hexiseq_triton.trace_record import Forecast, RecordedRun
+from hexiseq_triton.tracing.perfetto import write_trace
+from hexiseq_triton.tracing.phases import Phases, measured_phases, visible_share
+from hexiseq_triton.tracing.record import Forecast, RecordedRun
 
 WARM_UP_STEPS = 2
 """Steps before the first observed one: they compile kernels and make the allocator's pools."""

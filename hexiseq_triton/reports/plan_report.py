@@ -8,11 +8,16 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hexiseq_triton.plan_plots import holdings_svg, memory_svg, seconds_svg
-from hexiseq_triton.plan_tables import assumed_lines, baseline_table, plan_table, summary_lines
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.terms import Terms
+from hexiseq_triton.reports.plan_plots import holdings_svg, memory_svg, seconds_svg
+from hexiseq_triton.reports.plan_tables import (
+    assumed_lines,
+    baseline_table,
+    plan_table,
+    summary_lines,
+)
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }

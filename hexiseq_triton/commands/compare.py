@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hexiseq_triton.cli_train import (
+from hexiseq_triton.commands.train import (
     ClusterOption,
     EmulateLinks,
     EmulateMemory,
@@ -25,14 +25,14 @@ def compare_command(
     emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
     """Train a few steps under each plan, under torchrun, and print predicted against measured."""
-    from hexiseq_triton.profile_world import check_started_by_torchrun, local_device
+    from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device
 
     check_started_by_torchrun("compare")
-    from hexiseq_triton.compare import compare
-    from hexiseq_triton.compare_report import comparison_table, order_lines
-    from hexiseq_triton.emulate import Emulation
+    from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.planner import Cluster, Plan
-    from hexiseq_triton.trace_report import report_console
+    from hexiseq_triton.tracing.compare import compare
+    from hexiseq_triton.tracing.compare_report import comparison_table, order_lines
+    from hexiseq_triton.tracing.report import report_console
     from hexiseq_triton.training_config import TrainingConfig
 
     emulation = Emulation.parse(emulate_sms, emulate_memory_gb, emulate_link_gb_per_s)

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hexiseq_triton.doctor_kernels import KernelPath, kernel_path
-from hexiseq_triton.doctor_nccl import NCCL_SETTINGS, NcclLog, read_nccl_log
-from hexiseq_triton.profile_links import pair_rounds
-from hexiseq_triton.trace_observe import device_name
+from hexiseq_triton.doctor.kernels import KernelPath, kernel_path
+from hexiseq_triton.doctor.nccl import NCCL_SETTINGS, NcclLog, read_nccl_log
+from hexiseq_triton.profiling.links import pair_rounds
+from hexiseq_triton.tracing.observe import device_name
 
 SMOKE_BYTES = 2**20
 SMOKE_TIMEOUT = timedelta(seconds=60)

@@ -12,17 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from hexiseq_triton.cli_files import GpuFileOption
+from hexiseq_triton.commands.files import GpuFileOption
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.plan_tables import (
-    assumed_lines,
-    bound_line,
-    certificate_line,
-    print_line,
-    print_plan,
-    step_line,
-    terms_tables,
-)
 from hexiseq_triton.planner.bound import lower_bound
 from hexiseq_triton.planner.certify import certify
 from hexiseq_triton.planner.clusters import Cluster
@@ -35,6 +26,15 @@ from hexiseq_triton.planner.solve import SEARCH, STRATEGIES, plan
 from hexiseq_triton.planner.solve import max_seq_len as plan_longest
 from hexiseq_triton.planner.terms import Terms, terms_of
 from hexiseq_triton.planner.workload import Workload
+from hexiseq_triton.reports.plan_tables import (
+    assumed_lines,
+    bound_line,
+    certificate_line,
+    print_line,
+    print_plan,
+    step_line,
+    terms_tables,
+)
 
 FILE_WIDTH = 120
 """Columns of what goes to a file or another program."""
@@ -106,7 +106,7 @@ def plan_command(
     if out is not None:
         result.save(out)
     if report is not None:
-        from hexiseq_triton.plan_report import write_report  # matplotlib is slow to import
+        from hexiseq_triton.reports.plan_report import write_report  # matplotlib is slow to import
 
         write_report(report, result, loaded_cluster, terms_of(cost))
     certificates = certify(cost) if check_splits else []

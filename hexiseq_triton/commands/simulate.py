@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from hexiseq_triton.cli_files import GpuFileOption
+from hexiseq_triton.commands.files import GpuFileOption
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.plan_tables import print_line
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.simulator import Conditions, Mode, Simulation, simulate, simulate_plan
 from hexiseq_triton.planner.simulator.lengths import at_length, powers_around
-from hexiseq_triton.simulate_tables import rank_table, section_table, summary_lines
+from hexiseq_triton.reports.plan_tables import print_line
+from hexiseq_triton.reports.simulate_tables import rank_table, section_table, summary_lines
 
 MOST_RANKS_LISTED = 64
 FILE_WIDTH = 120
@@ -85,8 +85,8 @@ def simulate_command(
 
 def _draw(found: Simulation, plots: Path | None, report: Path | None) -> None:
     # matplotlib is slow to import
-    from hexiseq_triton.simulate_plots import gantt, save_plots, throughput, time_by_phase
-    from hexiseq_triton.simulate_report import write_report
+    from hexiseq_triton.reports.simulate_plots import gantt, save_plots, throughput, time_by_phase
+    from hexiseq_triton.reports.simulate_report import write_report
 
     others = [
         simulate(

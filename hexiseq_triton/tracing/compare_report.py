@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from hexiseq_triton.trace_phases import PHASES
-from hexiseq_triton.trace_record import RecordedRun
+from hexiseq_triton.tracing.phases import PHASES
+from hexiseq_triton.tracing.record import RecordedRun
 
 CLOSE = 0.05
 """Plans whose measured steps are nearer than this have no order worth speaking of."""

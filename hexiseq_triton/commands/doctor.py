@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from hexiseq_triton.doctor import Diagnosis
+    from hexiseq_triton.doctor.examine import Diagnosis
 
 TIMEOUT = timedelta(minutes=3)
 
@@ -18,12 +18,12 @@ TIMEOUT = timedelta(minutes=3)
 def doctor_command() -> None:
     """Check versions, links and kernels of all ranks under torchrun; exit code 1 if anything must
     be fixed."""
-    from hexiseq_triton.profile_world import check_started_by_torchrun, local_device
+    from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device
 
     check_started_by_torchrun("doctor")
     import torch.distributed as dist
 
-    from hexiseq_triton.doctor import examine
+    from hexiseq_triton.doctor.examine import examine
 
     dist.init_process_group("gloo", timeout=TIMEOUT)  # works where NCCL may not
     try:
@@ -38,7 +38,7 @@ def doctor_command() -> None:
 
 def print_diagnosis(found: Diagnosis, console: Console | None = None) -> None:
     """Print the table, then problems and remarks, a line each."""
-    from hexiseq_triton.trace_report import report_console
+    from hexiseq_triton.tracing.report import report_console
 
     console = console or report_console()
     console.print(ranks_table(found))

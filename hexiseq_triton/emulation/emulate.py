@@ -83,7 +83,7 @@ class Emulation:
     def delay_links(self, context: ParallelContext) -> None:
         """Delay what a context's rank receives, if links are emulated."""
         if self.link_gb_per_s is not None:
-            from hexiseq_triton.emulate_links import delay_links
+            from hexiseq_triton.emulation.links import delay_links
 
             delay_links(context, self.link_gb_per_s[context.rank])
 
@@ -104,7 +104,7 @@ class Emulation:
                 _cap_memory(self.memory_gb[rank], device)
                 parts.append(f"{self.memory_gb[rank]:g} GB")
             if self.sms is not None and self.sms[rank] < _all_sms(device):
-                from hexiseq_triton.emulate_sms import confined_stream
+                from hexiseq_triton.emulation.multiprocessors import confined_stream
 
                 stream, count = confined_stream(self.sms[rank], device)
                 torch.cuda.set_stream(stream)

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.trace_phases import COMMUNICATION, COMPUTING, PHASES
-from hexiseq_triton.trace_record import RecordedRun
+from hexiseq_triton.tracing.phases import COMMUNICATION, COMPUTING, PHASES
+from hexiseq_triton.tracing.record import RecordedRun
 
 TOLERANCE = 0.15
 """A rank's computing, or the step, further from its prediction than this is warned of."""

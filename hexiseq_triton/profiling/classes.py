@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import median
 
 from hexiseq_triton.planner.gpus import gpu_by_device_name
-from hexiseq_triton.profile_compute import Rate
+from hexiseq_triton.profiling.compute import Rate
 
 TOLERANCE = 0.05
 """How far a rank's rates, or memory, may be from those of its model."""

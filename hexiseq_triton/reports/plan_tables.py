@@ -9,7 +9,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.plan_rows import Row, Section, plan_sections, spans
 from hexiseq_triton.planner.bound import Bound
 from hexiseq_triton.planner.certify import Certificate
 from hexiseq_triton.planner.clusters import Cluster
@@ -18,6 +17,7 @@ from hexiseq_triton.planner.fsdp import boundary_seconds, optimizer_seconds
 from hexiseq_triton.planner.plans import BaselineResult, Plan
 from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.terms import Terms
+from hexiseq_triton.reports.plan_rows import Row, Section, plan_sections, spans
 
 BAR_CELLS = 5
 WIDE = 100

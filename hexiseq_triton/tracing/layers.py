@@ -13,7 +13,7 @@ from torch import nn
 
 from hexiseq_triton.llama import Llama
 from hexiseq_triton.timeline import OpenSpan, Timeline
-from hexiseq_triton.trace_phases import LAYER
+from hexiseq_triton.tracing.phases import LAYER
 
 
 def record_layers(model: Llama, timeline: Timeline) -> None:

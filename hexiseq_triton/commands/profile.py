@@ -12,11 +12,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from hexiseq_triton.cli_train import EmulateMemory, EmulateSms
+from hexiseq_triton.commands.train import EmulateMemory, EmulateSms
 from hexiseq_triton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hexiseq_triton.profile import ClusterProfile, Step
+    from hexiseq_triton.profiling.profile import ClusterProfile, Step
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -34,15 +34,15 @@ def profile_command(
     emulate_memory_gb: EmulateMemory = None,
 ) -> None:
     """Measure every GPU and link under torchrun, within a minute, for `hexiseq plan --cluster`."""
-    from hexiseq_triton.profile_world import check_started_by_torchrun, local_device, world
+    from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device, world
 
     check_started_by_torchrun("profile")
     import torch.distributed as dist
 
-    from hexiseq_triton.emulate import Emulation, emulated
+    from hexiseq_triton.emulation.emulate import Emulation, emulated
     from hexiseq_triton.planner.models import ModelSpec
-    from hexiseq_triton.profile import CPU_SIZES, GPU_SIZES, num_steps, profile
-    from hexiseq_triton.profile_file import cluster_yaml
+    from hexiseq_triton.profiling.cluster_file import cluster_yaml
+    from hexiseq_triton.profiling.profile import CPU_SIZES, GPU_SIZES, num_steps, profile
 
     emulation = Emulation.parse(emulate_sms, emulate_memory_gb, None)
     device = local_device()
@@ -95,8 +95,8 @@ def _progress(total: int, *, shown: bool) -> Iterator[Step]:
 
 
 def _print(found: ClusterProfile, out: Path) -> None:
-    from hexiseq_triton.profile_file import measured_lines
-    from hexiseq_triton.trace_report import report_console
+    from hexiseq_triton.profiling.cluster_file import measured_lines
+    from hexiseq_triton.tracing.report import report_console
 
     console = report_console()
     console.print(rates_table(found))

@@ -9,10 +9,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from hexiseq_triton.plan_report import STYLE, html_table
 from hexiseq_triton.planner.simulator import Simulation
-from hexiseq_triton.simulate_plots import png
-from hexiseq_triton.simulate_tables import rank_table, section_table, summary_lines
+from hexiseq_triton.reports.plan_report import STYLE, html_table
+from hexiseq_triton.reports.simulate_plots import png
+from hexiseq_triton.reports.simulate_tables import rank_table, section_table, summary_lines
 
 
 def write_report(path: str | Path, simulation: Simulation, figures: dict[str, Figure]) -> None:

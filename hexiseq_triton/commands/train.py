@@ -47,7 +47,7 @@ def train_command(
             "hexiseq train runs under torchrun, one process a rank; print the command with "
             f"`hexiseq launch --plan {plan} --config {config} --hosts localhost`"
         )
-    from hexiseq_triton.emulate import Emulation
+    from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.train import train
 
     emulation = Emulation.parse(emulate_sms, emulate_memory_gb, emulate_link_gb_per_s)

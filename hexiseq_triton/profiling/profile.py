@@ -1,7 +1,7 @@
 """Measure the cluster that torchrun started us on: what GPUs compute, how they reach each other.
 
 All ranks measure at the same time, each its own GPU; links are measured by all together. What comes
-out is a cluster file (`profile_file`), which `hexiseq plan --cluster` reads.
+out is a cluster file (`cluster_file`), which `hexiseq plan --cluster` reads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hexiseq_triton.context import SM_MARGIN
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.overlap import Overlap
-from hexiseq_triton.profile_classes import GpuClass, RankProfile, classes_of
-from hexiseq_triton.profile_clock import median_seconds
-from hexiseq_triton.profile_compute import (
+from hexiseq_triton.profiling.classes import GpuClass, RankProfile, classes_of
+from hexiseq_triton.profiling.clock import median_seconds
+from hexiseq_triton.profiling.compute import (
     AttentionCalls,
     Rate,
     attention_rates,
     copy_bytes_per_s,
     token_wise_rates,
 )
-from hexiseq_triton.profile_links import (
+from hexiseq_triton.profiling.links import (
     Link,
     measured_links,
     measured_overlap,
@@ -40,7 +40,7 @@ from hexiseq_triton.profile_links import (
     ragged_all_to_all,
     world_channel,
 )
-from hexiseq_triton.trace_observe import device_name
+from hexiseq_triton.tracing.observe import device_name
 
 CONTEXT_BYTES = 1e9
 """What the planner's memory model sets aside for CUDA's context, which is there by now."""

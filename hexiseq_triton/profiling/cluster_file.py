@@ -11,8 +11,8 @@ import yaml
 
 from hexiseq_triton.planner.gpus import Figure, GpuSpec, gpu_by_device_name, gpu_table
 from hexiseq_triton.planner.rates import ACROSS_SHARE, IN_NODE_SHARE
-from hexiseq_triton.profile import ClusterProfile
-from hexiseq_triton.profile_classes import GpuClass
+from hexiseq_triton.profiling.classes import GpuClass
+from hexiseq_triton.profiling.profile import ClusterProfile
 
 DIGITS = 4
 

@@ -23,7 +23,7 @@ from hexiseq_triton.kernels import (
 from hexiseq_triton.llama import INIT_STD, Block, LlamaConfig
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.problem import Work
-from hexiseq_triton.profile_clock import median_seconds
+from hexiseq_triton.profiling.clock import median_seconds
 from hexiseq_triton.rope import rope_tables
 from hexiseq_triton.segments import CAUSAL, whole_documents
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from hexiseq_triton.context import init
-from hexiseq_triton.emulate import Emulation, emulated
+from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, Plan
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.profile_world import world
-from hexiseq_triton.trace_observe import OBSERVED_STEPS, WARM_UP_STEPS, Observer
-from hexiseq_triton.trace_record import Forecast, RecordedRun
+from hexiseq_triton.profiling.world import world
+from hexiseq_triton.tracing.observe import OBSERVED_STEPS, WARM_UP_STEPS, Observer
+from hexiseq_triton.tracing.record import Forecast, RecordedRun
 from hexiseq_triton.train import Training
 from hexiseq_triton.training_config import TrainingConfig
 

@@ -18,7 +18,7 @@ from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.workload import Workload
-from hexiseq_triton.trace_phases import Phases, predicted_phases
+from hexiseq_triton.tracing.phases import Phases, predicted_phases
 
 VERSION = 1
 

@@ -1,0 +1,1 @@
+"""`hexiseq doctor`: whether the processes that torchrun started can work together."""

@@ -1,0 +1,1 @@
+"""Slow ranks, small memories and slow links where all are fast and large, labelled as such."""

@@ -1,0 +1,1 @@
+"""Plans and simulations as tables, plots and self-contained pages."""

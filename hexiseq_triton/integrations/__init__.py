@@ -1,1 +1,1 @@
-"""Drop-ins for other libraries. Each module imports its library; nothing else here does."""
+"""Drop-ins for other libraries. A module imports at most its own library."""

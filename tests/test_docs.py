@@ -74,6 +74,19 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert len(set(losses)) == 2
 
 
+def test_other_stacks(tmp_path: Path) -> None:
+    printed = run_page(DOCS / "other-stacks.md", tmp_path)
+    rows = re.findall(r"rank (\d): \(([\d, ]+)\)", printed)
+    assert sorted(rows) == [
+        ("0", "1, 900, 8, 16"),
+        ("0", "900, 128"),
+        ("1", "1, 300, 8, 16"),
+        ("1", "300, 128"),
+        ("2", "1, 848, 8, 16"),
+        ("2", "848, 128"),
+    ]
+
+
 @pytest.fixture(scope="module")
 def sources() -> str:
     folders = ("hexiseq_triton", "planner", "kernels")

@@ -20,6 +20,7 @@ from hexiseq_triton.planner import Cluster, ModelSpec, Plan, plan
 from hexiseq_triton.planner.bound import lower_bound
 from hexiseq_triton.planner.cost import evaluate
 from hexiseq_triton.planner.explain import cost_of
+from hexiseq_triton.planner.problem import Problem
 from hexiseq_triton.train import train
 from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
 
@@ -40,6 +41,17 @@ def test_brute_force_leaves_out_no_layout_that_could_be_best() -> None:
                     assert least[index] <= cost.step_seconds * ROUNDING or not cost.fits
 
 
+def planned(problem: Problem) -> Plan:
+    workload = problem.workload
+    return plan(
+        problem.cluster,
+        problem.model,
+        seq_len=workload.seq_len,
+        global_batch=workload.global_batch,
+        causal=workload.causal,
+    )
+
+
 def ratios_to_the_best(seeds: Iterable[int]) -> list[float]:
     """Return, for one tiny problem a seed, the plan's step over that of the best layout.
 
@@ -48,19 +60,12 @@ def ratios_to_the_best(seeds: Iterable[int]) -> list[float]:
     ratios = []
     for seed in seeds:
         problem = tiny_problem(Random(seed))
-        workload = problem.workload
         try:
-            found = plan(
-                problem.cluster,
-                problem.model,
-                seq_len=workload.seq_len,
-                global_batch=workload.global_batch,
-                causal=workload.causal,
-            )
+            found = planned(problem)
         except InfeasibleError:
             assert best_layout(problem, unit=1) is None, seed
             continue
-        cost = cost_of(found, problem.cluster, problem.model, workload)
+        cost = cost_of(found, problem.cluster, problem.model, problem.workload)
         assert cost.fits, seed
         best = best_layout(problem, unit=1, below=cost.step_seconds)
         least = best.step_seconds if best else cost.step_seconds
@@ -88,14 +93,7 @@ def test_no_plan_is_worse_than_a_baseline_the_runtime_can_carry_out() -> None:
 def held_against_baselines(seed: int) -> int:
     """Fail if the plan for a drawn cluster is worse than a baseline; return how many there were."""
     problem = drawn_problem(Random(seed))
-    workload = problem.workload
-    found = plan(
-        problem.cluster,
-        problem.model,
-        seq_len=workload.seq_len,
-        global_batch=workload.global_batch,
-        causal=workload.causal,
-    )
+    found = planned(problem)
     assert found.predicted is not None
     executable = [
         baseline.step_seconds

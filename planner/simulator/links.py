@@ -52,11 +52,6 @@ class Links:
     def num_ports(self) -> int:
         return _CLASSES * self.world_size
 
-    def rank_of(self, port: Ints) -> Ints:
-        """Return the rank of ports; -1 for uplinks."""
-        result: Ints = np.where(port < UPLINK_OUT * self.world_size, port % self.world_size, -1)
-        return result
-
     @cached_property
     def _uplink(self) -> Floats:
         """Bytes/s of each node's uplink."""

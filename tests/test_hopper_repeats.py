@@ -84,8 +84,12 @@ class Layout:
     def __init__(self, family: Family, seed: int) -> None:
         draw = random.Random(seed)
         self._family, self._seed = family, seed
+        self._unit = draw.choice([1, 128])  # whole blocks: tiles with several spans and no edge
         longest = draw.choice([3, 130, 300, 2000])
-        self._lengths = [draw.randint(1, longest) for _ in range(draw.randint(1, 6))]
+        self._lengths = [
+            self._unit * -(-draw.randint(1, longest) // self._unit)
+            for _ in range(draw.randint(1, 6))
+        ]
         q_per_kv, kv_heads = draw.choice([1, 2, 3]), draw.choice([1, 2])
         scale = draw.choice([0.3, 1.0, 3.0]) * family.head_dim**-0.5
         options = AttentionOptions(draw.choice(family.masks), scale, family.softcap)
@@ -96,7 +100,8 @@ class Layout:
         self._q, self._k, self._v = (self._rows(h, generator) for h in (heads, kv_heads, kv_heads))
         self._sink = torch.linspace(-3.0, 5.0, heads, device=DEVICE) if family.sink else None
         tokens = sum(self._lengths)
-        cuts = sorted(draw.randint(0, tokens) for _ in range(family.num_launches - 1))
+        blocks = tokens // self._unit
+        cuts = sorted(self._unit * draw.randint(0, blocks) for _ in range(family.num_launches - 1))
         self._chunks = [self._keys(*edges) for edges in pairwise([0, *cuts, tokens])]
 
     def __repr__(self) -> str:
@@ -150,10 +155,13 @@ class Layout:
         return o, lse, torch.full_like(self._q, torch.nan)
 
     def _keys(self, begin: int, end: int) -> tuple[PlacedSegment, ...]:
-        """Return rows [begin, end) as placed segments."""
+        """Return rows [begin, end) as placed segments, two for each document."""
         starts = [0, *accumulate(self._lengths)]
-        return tuple(
-            PlacedSegment(document, max(begin - a, 0), min(end, b) - a, max(a, begin))
-            for document, (a, b) in enumerate(pairwise(starts))
-            if max(a, begin) < min(b, end)
-        )
+        found = []
+        for document, (a, b) in enumerate(pairwise(starts)):
+            first, last = max(a, begin), min(b, end)
+            middle = first + (last - first) // 2 // self._unit * self._unit
+            for start, stop in ((first, middle), (middle, last)):
+                if start < stop:
+                    found.append(PlacedSegment(document, start - a, stop - a, start))
+        return tuple(found)

@@ -124,25 +124,24 @@ def _produce(
             k_row, k_rows, k_column, v_column, at, STAGES,
         )  # fmt: skip
         at += 1
-        begin = BLOCK_N
+        # of this span the first block is there; not a variable that loops carry: see the traps
+        first = gl.where(edge_begin < edge_end, edge_begin, full_begin)
         for span in range(edge_begin, edge_end):
             k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
-            for offset in range(begin, k_rows, BLOCK_N):
+            for offset in range(gl.where(span == first, BLOCK_N, 0), k_rows, BLOCK_N):
                 _load_keys(
                     k, v, keys, values, k_full, k_free, v_full, v_free,
                     k_row + offset, k_rows - offset, k_column, v_column, at, STAGES,
                 )  # fmt: skip
                 at += 1
-            begin = 0
         for span in range(full_begin, edge_begin):
             k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
-            for offset in range(begin, k_rows, BLOCK_N):
+            for offset in range(gl.where(span == first, BLOCK_N, 0), k_rows, BLOCK_N):
                 _load_keys(
                     k, v, keys, values, k_full, k_free, v_full, v_free,
                     k_row + offset, k_rows - offset, k_column, v_column, at, STAGES,
                 )  # fmt: skip
                 at += 1
-            begin = 0
 
 
 @gluon.jit

@@ -55,11 +55,12 @@ def regions(members: tuple[Member, ...], slot_bytes: int, state_slot_bytes: int)
     delta = _aligned(max(image.num_own for image in images) * slot_bytes)
     kv_gradients = _aligned(heads * tokens * slot_bytes)
     kv_slots = max(image.q_own[0] for image in images)
+    sums = any(image.replicated for image in images)  # added up where they arrive
     return Regions(
         delta,
         delta + heads * tokens * _MOST_STATE_BYTES,
         kv_gradients,
-        kv_gradients + kv_slots * state_slot_bytes,
+        kv_gradients + kv_slots * (state_slot_bytes if sums else slot_bytes),
     )
 
 

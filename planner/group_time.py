@@ -32,6 +32,9 @@ from hexiseq_triton.planner.speeds import (
     LAYER_SHARE,
     LINEAR_BACKWARD,
     LINEAR_FORWARD,
+    PEER_FIXED,
+    PEER_KV_HEAD,
+    PEER_Q_HEAD,
     PER_KV_HEAD,
     PER_Q_HEAD,
     PER_TOKEN,
@@ -79,6 +82,23 @@ def head_bytes(num_tokens: int, heads: int, held: int, members: Members) -> floa
 
 
 @numba.njit(cache=True)
+def peer_bytes(num_tokens: int, heads: int, held: int, members: Members) -> float:
+    """Return what the all-to-all's buffers add where a rank has so many heads fewer than most."""
+    shared = members.shared
+    per_token = heads * shared[PEER_Q_HEAD] + held * shared[PEER_KV_HEAD]
+    return float(num_tokens * per_token + shared[PEER_FIXED])
+
+
+@numba.njit(cache=True)
+def _spans(node: Ints) -> bool:
+    """Return whether a group has ranks in several nodes."""
+    spans = False
+    for r in range(1, len(node)):
+        spans |= node[r] != node[0]
+    return spans
+
+
+@numba.njit(cache=True)
 def group_seconds(tokens: Ints, heads: Ints, held: Ints, members: Members) -> float:
     """Return seconds of one layer both ways, FSDP beside it, and of the layer's part of the logits.
 
@@ -93,8 +113,12 @@ def group_seconds(tokens: Ints, heads: Ints, held: Ints, members: Members) -> fl
     by_rank, shared = members.by_rank, members.shared
     num_tokens = tokens.sum()
     missing, logits = 0.0, 0.0
+    peers = len(tokens) > 1 and not _spans(members.node)
+    most, most_held = heads.max(), held.max()
     for r in range(len(tokens)):
         used = head_bytes(num_tokens, heads[r], held[r], members) + tokens[r] * shared[PER_TOKEN]
+        if peers:
+            used += peer_bytes(num_tokens, most - heads[r], most_held - held[r], members)
         missing += max(0.0, used - by_rank[r, ROOM])
         logits = max(logits, tokens[r] * by_rank[r, LINEAR_FORWARD])
     logits *= 1 - shared[FORWARDS] * shared[LAYER_SHARE]
@@ -147,9 +171,7 @@ def shuffle_seconds(tokens: Ints, heads: Ints, held: Ints, members: Members) -> 
     then dk and dv in float32, come out. A phase ends when the fullest port is done with it.
     """
     node = members.node
-    spans = False
-    for r in range(1, len(node)):
-        spans |= node[r] != node[0]
+    spans = _spans(node)
     first = _first_of_node(node)
     # tokens, heads and KV heads of each rank's node, kept where its first rank stands
     near = np.zeros((len(node), 3), dtype=np.int64)

@@ -3,6 +3,7 @@
     bytes = fixed + tokens * per_token
             + group tokens * (q_heads * per_q_head + kv_heads * per_kv_head)
             + kv_heads * buffer_per_kv_head, where KV is exchanged
+            + what the group's ranks reach at each other, where they share a node
 
 `fixed` counts evenly sharded states (FSDP2 shards evenly, over idle ranks too), embedding and
 output matrix gathered for the whole pass with the output's gradient, and the larger of two moments:
@@ -10,6 +11,14 @@ two gathered layers with one layer's gradients, or a chunk of logits with the fl
 the output matrix. `floor` is the end of a pass: no activations, but both matrices' gradients, in
 bf16 and in float32 for their reduction. Everything that comes and goes is raised by the allocator's
 slack. Heads count over all the group's tokens: that is what the all-to-all makes of them.
+
+In a node the all-to-all goes through buffers that the ranks of a group map at each other, all as
+large as the rank with the most heads needs (`hexiseq_triton/peer_slots.py`). They take the place of
+what a rank would hold itself, packed inputs, gradients of outputs and of queries, which is counted
+above; what the largest rank has more than this one comes on top:
+
+    group tokens * ((most q_heads - q_heads) * peer_per_q_head
+                    + (most kv_heads - kv_heads) * peer_per_kv_head) + peer_fixed
 """
 
 from __future__ import annotations
@@ -35,6 +44,12 @@ CONTEXT_BYTES = 1e9
 FETCHERS = 2
 """Groups that fetch the same head of a rank at a time: they reach it one after the other, and the
 next before the last is done where it has fewer tokens."""
+PEER_GRANULE = 32 << 20
+"""`peer_memory` takes memory in such steps, for each of two directions."""
+DELTA_BYTES = 8
+"""What the buffers have room for in each row of delta, whatever its dtype."""
+LARGEST_SLOT_BYTES = 1024
+"""Of one head of one token: larger ones, and sizes other than powers of two, are sent."""
 ALLOCATOR_SLACK = 0.08
 """Reserved but unused by PyTorch's allocator; reports lie between 6 and 10 %."""
 
@@ -51,6 +66,9 @@ class MemoryModel:
     buffer_per_kv_head: float
     block_per_kv_head: float
     """A token's K and V, and its dK and dV, for one head: what baselines' exchanges buffer."""
+    peer_per_q_head: float
+    peer_per_kv_head: float
+    peer_fixed: float
 
     def rank_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
         """Return the peak of every row of a layout, the floor left out."""
@@ -63,7 +81,16 @@ class MemoryModel:
         stream = sums_by(rows.replica, rows.group_tokens)[rows.replica]
         buffers = self.buffers(exchange, rows.group_tokens, stream)
         per_kv_head = (np.ones(len(stream)) * buffers)[rows.group]
-        return held + rows.exchanges * rows.kv_heads * per_kv_head
+        return held + rows.exchanges * rows.kv_heads * per_kv_head + self._peers(rows)
+
+    def _peers(self, rows: Rows) -> Floats:
+        """Return what the all-to-all's buffers add on each row, in groups that share a node."""
+        q_heads = rows.most(rows.q_heads)[rows.group] - rows.q_heads
+        kv_heads = rows.most(rows.kv_heads)[rows.group] - rows.kv_heads
+        per_token = q_heads * self.peer_per_q_head + kv_heads * self.peer_per_kv_head
+        shares = ((rows.group_sizes > 1) & ~rows.spans_nodes)[rows.group]
+        result: Floats = shares * (rows.group_tokens[rows.group] * per_token + self.peer_fixed)
+        return result
 
     def buffers(
         self, exchange: Exchange, group_tokens: Floats | float, stream_tokens: Floats | float
@@ -128,6 +155,8 @@ def memory_model(problem: Problem) -> MemoryModel:
     rows = min((exchange.window + 1) * exchange.chunk_tokens, workload.step_tokens)
     row = 2 * head_dim * (BF16 + FLOAT32)
     buffer = 2 * rows * row * (1 + FETCHERS)
+    slot_bytes = BF16 * head_dim
+    peers = slot_bytes <= LARGEST_SLOT_BYTES and slot_bytes & (slot_bytes - 1) == 0
     return MemoryModel(
         fixed=states + slack * (outside + max(layer, logits)),
         floor=states + slack * (2 * BF16 + FLOAT32) * matrices,
@@ -136,4 +165,8 @@ def memory_model(problem: Problem) -> MemoryModel:
         per_kv_head=slack * kv_head,
         buffer_per_kv_head=slack * buffer,
         block_per_kv_head=slack * 2 * head_dim * (BF16 + FLOAT32),
+        # q or do in, o or dq out, and delta; k and v in, dk and dv out in float32
+        peer_per_q_head=peers * (2 * BF16 * head_dim + DELTA_BYTES),
+        peer_per_kv_head=peers * 2 * (BF16 + FLOAT32) * head_dim,
+        peer_fixed=peers * 2 * PEER_GRANULE,
     )

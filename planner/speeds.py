@@ -22,6 +22,7 @@ IN_NODE, ACROSS, IN_NODE_LATENCY, ACROSS_LATENCY, SHARES_PORT, ROOM, EXCHANGE_AC
 
 HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, LAYER_SHARE, GATHER, REDUCE, PER_TOKEN = range(8)
 PER_Q_HEAD, PER_KV_HEAD, BUFFER, COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN = range(8, 13)
+PEER_Q_HEAD, PEER_KV_HEAD, PEER_FIXED = range(13, 16)
 """Entries of `Speeds.shared`. LAYER_SHARE is what one forward pass of the layer takes of the first
 column of `by_rank`, the same on all ranks; GATHER and REDUCE are FSDP's seconds beside a layer's
 forward and backward, and the slowdowns are those of `Overlap`."""
@@ -82,6 +83,9 @@ class Speeds:
                 memory.buffer_per_kv_head,
                 rates.overlap.compute_slowdown,
                 rates.overlap.transfer_slowdown,
+                memory.peer_per_q_head,
+                memory.peer_per_kv_head,
+                memory.peer_fixed,
             ]
         )
         return cls(by_rank, shared, _kinds(by_rank, rates.node), rates.node)

@@ -13,11 +13,14 @@ from drawn_problems import drawn_layout, drawn_problem, problem_for
 from invented import MODEL, cluster_of, one_each, one_replica
 
 from hexiseq_triton.cross_entropy import CHUNK_ROWS
+from hexiseq_triton.group_slots import Member
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.llama import Llama, LlamaConfig
+from hexiseq_triton.peer_slots import regions
 from hexiseq_triton.planner.cost import evaluate
 from hexiseq_triton.planner.memory import (
     LOGITS_CHUNK_TOKENS,
+    PEER_GRANULE,
     memory_model,
     peak_bytes,
 )
@@ -111,7 +114,8 @@ def test_only_groups_that_exchange_need_buffers() -> None:
     assert (memory.rank_bytes(rows) - without).tolist() == pytest.approx(
         [2 * memory.buffer_per_kv_head] * 2
     )
-    assert memory.head_bytes(Rows.of(problem, together))[0] == pytest.approx(
+    sent = replace(Rows.of(problem, together), node=np.arange(2))
+    assert memory.head_bytes(sent)[0] == pytest.approx(
         1000 * (2 * memory.per_q_head + 1 * memory.per_kv_head)
     )
 
@@ -133,6 +137,35 @@ def test_buffers_are_no_smaller_than_the_runtimes_pools(seed: int) -> None:
         for rows, each in ((pools.arrival_rows, 2 + 4), (pools.return_rows, 4)):
             num_bytes += sum(n * (b - a) * 2 * 16 * each for (a, b), n in rows.items())
         assert 0 < num_bytes <= share.num_kv_heads * per_kv_head
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buffers_of_the_all_to_all_are_no_smaller_than_the_runtimes(seed: int) -> None:
+    rng = Random(seed)
+    heads = rng.choice([(6,), (2, 4), (3, 3), (1, 2, 3), (5, 0, 1)])
+    tokens = tuple(16 * rng.randint(1000, 9000) for _ in heads)
+    plan = Plan.from_splits([Split(tokens, heads)], num_kv_heads=rng.choice([1, 2, 3, 6]))
+    shape = replace(MODEL, heads=6, kv_heads=plan.num_kv_heads, head_dim=64)
+    problem = problem_for(cluster_of(plan.world_size), shape, seq_len=plan.seq_len)
+    memory = memory_model(problem)
+    (group,) = plan.replicas[0].groups
+    counts = BatchLayout(plan, 0, [plan.seq_len]).group_rows
+    members = tuple(
+        Member(share.rank, rows, share.q_heads, ((share.kv_heads,) if share.num_kv_heads else ()))
+        for share, rows in zip(group.ranks, counts, strict=True)
+    )
+    runtime = regions(members, 2 * 64, 4 * 64)
+    num_bytes = sum(-(-size // PEER_GRANULE) * PEER_GRANULE for size in runtime[1::2])
+
+    layout = one_replica(Group(tuple(range(len(heads))), tokens, heads))
+    rows = Rows.of(problem, layout)
+    sent = replace(rows, node=np.arange(len(heads)))
+    added = memory.rank_bytes(rows) - memory.rank_bytes(sent)
+    # what a rank holds itself where heads are sent
+    held = rows.q_heads * memory.peer_per_q_head + rows.kv_heads * memory.peer_per_kv_head
+    assert (added + plan.seq_len * held >= num_bytes * (len(heads) > 1)).all()
+    if len(set(heads)) == 1:  # nobody has more than the others
+        assert added == pytest.approx((len(heads) > 1) * memory.peer_fixed)
 
 
 def test_gathered_keys_take_the_whole_stream_and_rings_a_few_blocks() -> None:

@@ -11,7 +11,7 @@ queries [tokens, heads, D]; a slot is one head of one token (see kernels/pieces.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hexiseq_triton.kernels.pieces import Piece, Pieces, Place
@@ -65,6 +65,23 @@ class GroupSlots:
     @property
     def replicated(self) -> bool:
         return any(len(piece.places) > 1 for piece in self.pieces)
+
+    @cached_property
+    def leaving(self) -> Pieces:
+        """The pieces with their places in `away` alone."""
+        return self._with_places(own=False)
+
+    @cached_property
+    def staying(self) -> Pieces:
+        """The pieces with their places in `own` alone."""
+        return self._with_places(own=True)
+
+    def _with_places(self, *, own: bool) -> Pieces:
+        found = (
+            piece._replace(places=tuple(place for place in piece.places if place.own == own))
+            for piece in self.pieces
+        )
+        return Pieces(piece for piece in found if piece.places)
 
 
 def members_of(layout: BatchLayout) -> tuple[Member, ...]:

@@ -2,8 +2,9 @@
 
 A rank holds s_d tokens of all heads, and afterwards its heads of all L_g tokens. One launch packs
 all that it sends, turned by RoPE on the way; the blocks it receives stand one after the other and
-already are the result. On the way back the rows for each rank are contiguous, and one launch
-unpacks: it joins the heads, adds the replicas of KV heads in rank order, and turns gradients back.
+already are the result. On the way back the rows for each rank are contiguous, and unpacking joins
+the heads, adds the replicas of KV heads in rank order, and turns gradients back. What stays on the
+rank is packed and unpacked by launches of its own, while the rest travels.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hexiseq_triton.group_slots import Block, GroupSlots, group_slots, members_o
 from hexiseq_triton.kernels import pack_reference, state_dtype
 from hexiseq_triton.kernels.attention import by_reference
 from hexiseq_triton.kernels.options import unit_last_stride
+from hexiseq_triton.kernels.pieces import Pieces
 from hexiseq_triton.kernels.rotation import Rotation
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner.heads import HeadRange
@@ -63,7 +65,8 @@ class HeadExchange:
         """
         q_stays = self._stays(rotation)
         slots = self._slots(kv=True, q=not q_stays)
-        away, own = _pack((k, v) if q_stays else (k, v, q), slots, rotation)
+        packing = _Packing((k, v) if q_stays else (k, v, q), slots, rotation)
+        away, own = packing.away, packing.own
         kv = self._kv_parts(own, slots)
         q_heads = unit_last_stride(q) if q_stays else self._q_part(own, slots)
         kv_moves = _blocks(away, slots.kv_away), self._rows_of_others(kv.values())
@@ -75,6 +78,7 @@ class HeadExchange:
             sends, receives = (a + b for a, b in zip(kv_moves, q_moves, strict=True))
             kv_pending = self._channel.start(sends, receives, "the all-to-all of inputs")
             q_pending = Pending((), (), "queries")
+        packing.pack_staying()
         return HeadInputs(q_heads, kv, q_pending, kv_pending)
 
     def start_gradients(
@@ -88,8 +92,8 @@ class HeadExchange:
         if self._stays(None):
             return unit_last_stride(do), [delta], Pending((), (), "gradients")
         slots = self._slots(q=True)
-        away, own = _pack((do,), slots, None)
-        x = self._q_part(own, slots)
+        packing = _Packing((do,), slots, None)
+        x = self._q_part(packing.own, slots)
         held = {member.rank: delta[slice(*member.q_heads)] for member in self._members}
         blocks = {
             member.rank: delta.new_empty(self._num_q_heads, member.rows[1] - member.rows[0])
@@ -97,10 +101,11 @@ class HeadExchange:
         }
         blocks[self._rank] = held.pop(self._rank)
         pending = self._channel.start(
-            [*_blocks(away, slots.q_away), *held.items()],
+            [*_blocks(packing.away, slots.q_away), *held.items()],
             [*self._rows_of_others([x]), *((rank, blocks[rank]) for rank in held)],
             "the all-to-all of gradients",
         )
+        packing.pack_staying()
         return x, list(blocks.values()), pending
 
     def outputs_room(self, like: torch.Tensor) -> torch.Tensor:
@@ -113,11 +118,11 @@ class HeadExchange:
             return x
         slots = self._slots(q=True)
         away = x.new_empty(slots.num_away, x.shape[-1])
-        self._channel.start(
+        pending = self._channel.start(
             self._rows_of_others([x]), _blocks(away, slots.q_away), "the all-to-all of outputs"
-        ).wait()
+        )
         tokens = self._tokens_room(x)
-        movers(x).unpack(away, _flat(x), (tokens,), slots.pieces)
+        _unpack(pending, [_Unpacking(away, _flat(x), (tokens,), slots, None)])
         return tokens
 
     def kv_gradient_room(self, like: torch.Tensor, *, sums: bool) -> tuple[torch.Tensor, KV]:
@@ -157,16 +162,18 @@ class HeadExchange:
         q_away = dq.new_empty(q_slots.num_away, dq.shape[-1])
         kv_away = own.new_empty(kv_slots.num_away, own.shape[-1])
         parts = self._kv_parts(own, kv_slots).values()
-        self._channel.start(
+        pending = self._channel.start(
             [*self._rows_of_others([dq]), *self._rows_of_others(parts)],
             [*_blocks(q_away, q_slots.q_away), *_blocks(kv_away, kv_slots.kv_away)],
             "the all-to-all of query, key and value gradients",
-        ).wait()
-        movers(own).unpack(kv_away, own, (dk, dv), kv_slots.pieces, rotation)
+        )
+        keys = _Unpacking(kv_away, own, (dk, dv), kv_slots, rotation)
         if self._stays(rotation):
+            _unpack(pending, [keys])
             return dq
         tokens = self._tokens_room(dq)
-        movers(dq).unpack(q_away, _flat(dq), (tokens,), q_slots.pieces, rotation)
+        queries = _Unpacking(q_away, _flat(dq), (tokens,), q_slots, rotation)
+        _unpack(pending, [keys, queries])
         return tokens
 
     # ---------------------------------------------------------------- the two buffers
@@ -208,16 +215,52 @@ class HeadExchange:
         ]
 
 
-def _pack(
-    tensors: Sequence[torch.Tensor], slots: GroupSlots, rotation: Rotation | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the buffers `away` and `own`, each [slots, D], with this rank's tokens in place."""
-    tensors = [unit_last_stride(x) for x in tensors]
-    like = tensors[0]
-    away = like.new_empty(slots.num_away, like.shape[-1])
-    own = like.new_empty(slots.num_own, like.shape[-1])
-    movers(own).pack(tensors, away, own, slots.pieces, rotation)
-    return away, own
+class _Packing:
+    """This rank's tokens on their way into the buffers `away` and `own`, each [slots, D].
+
+    What leaves is packed at once; `own` is whole after `pack_staying`.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], slots: GroupSlots, rotation: Rotation | None
+    ) -> None:
+        self._tensors = [unit_last_stride(x) for x in tensors]
+        self._slots, self._rotation = slots, rotation
+        like = self._tensors[0]
+        self.away = like.new_empty(slots.num_away, like.shape[-1])
+        self.own = like.new_empty(slots.num_own, like.shape[-1])
+        self._pack(slots.leaving)
+
+    def pack_staying(self) -> None:
+        self._pack(self._slots.staying)
+
+    def _pack(self, pieces: Pieces) -> None:
+        if any(pieces):
+            movers(self.own).pack(self._tensors, self.away, self.own, pieces, self._rotation)
+
+
+class _Unpacking(NamedTuple):
+    """What `unpack` of the kernels is called with."""
+
+    away: torch.Tensor
+    own: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    slots: GroupSlots
+    rotation: Rotation | None
+
+    def unpack(self, pieces: Pieces) -> None:
+        if any(pieces):
+            movers(self.own).unpack(self.away, self.own, self.tensors, pieces, self.rotation)
+
+
+def _unpack(pending: Pending, unpacking: Sequence[_Unpacking]) -> None:
+    """Unpack what stayed, wait, and unpack what arrives; sums need both and wait for it."""
+    for each in unpacking:
+        if not each.slots.replicated:
+            each.unpack(each.slots.staying)
+    pending.wait()
+    for each in unpacking:
+        each.unpack(each.slots.pieces if each.slots.replicated else each.slots.leaving)
 
 
 def _blocks(away: torch.Tensor, blocks: Sequence[Block]) -> list[Message]:

@@ -18,8 +18,8 @@ class Overlap:
 
     For each second that both last, computing takes `compute_slowdown` s longer, since transfers'
     kernels occupy some multiprocessors, and the transfer `transfer_slowdown` s. Attention that
-    exchanges keys leaves multiprocessors to transfers all the while, and takes
-    `attention_slowdown` longer as a whole.
+    exchanges keys runs in several launches, adds partial gradients up and leaves multiprocessors
+    to transfers: it takes `attention_slowdown` longer as a whole, waiting left out.
     """
 
     compute_slowdown: Share = 0.05

@@ -14,6 +14,7 @@ import torch
 import yaml
 from pool import Pool, free_port
 
+from hexiseq_triton.emulation.emulate import Emulation
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split, plan
 from hexiseq_triton.planner.explain import cost_of
@@ -23,6 +24,7 @@ from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.profiling.classes import RankProfile, classes_of
 from hexiseq_triton.profiling.cluster_file import cluster_content, cluster_yaml
 from hexiseq_triton.profiling.compute import Rate, _skip
+from hexiseq_triton.profiling.exchanging import even_ring, exchanging_seconds, waited_seconds
 from hexiseq_triton.profiling.links import Link, fitted, pair_rounds
 from hexiseq_triton.profiling.profile import (
     CPU_SIZES,
@@ -32,6 +34,7 @@ from hexiseq_triton.profiling.profile import (
     num_steps,
     profile,
 )
+from hexiseq_triton.timeline import Span
 
 H100 = "NVIDIA H100 80GB HBM3"
 TINY = replace(
@@ -215,6 +218,36 @@ def test_every_rank_gets_the_same_profile_and_the_planner_reads_it(
     assert cluster.world_size == 5
     assert {rate.head_dim for gpu in cluster.gpus.values() for rate in gpu.rates} == {None, 8, 16}
     assert plan(cluster, "tiny", seq_len=512, strategy="zigzag_ring").predicted is not None
+
+
+def profiled_over_slow_links(rank: int) -> ClusterProfile:
+    """Worker: the same over links of 10 MB/s."""
+    emulation = Emulation(link_gb_per_s=(0.01,) * 5)
+    sizes = replace(TINY, message_bytes=(2**14, 2**16), all_to_all_bytes=2**16)
+    return profile(torch.device("cpu"), "tiny", [16], sizes, emulation=emulation)
+
+
+def test_emulated_links_are_measured_as_such(pool: Pool) -> None:
+    found = pool.run(profiled_over_slow_links)[0]
+    for links in found.links:
+        for link in links.values():
+            assert link.seconds(2**16) >= 0.99 * 2**16 / 0.01e9
+
+
+def attention_under_a_ring(rank: int) -> tuple[float, bool]:
+    """Worker: time attention that exchanges keys; return seconds, and what is left recorded."""
+    with even_ring(80, 4, 2, torch.device("cpu")) as context:
+        seconds = exchanging_seconds(context, 16, torch.float32)
+        return seconds, context.timeline.enabled or bool(context.timeline.spans())
+
+
+def test_attention_that_exchanges_keys_counts_without_its_waiting(pool: Pool) -> None:
+    spans = [Span("attention", 0.0, 4.0), Span("wait for keys", 4.0, 2.0)]
+    assert waited_seconds([*spans, Span("wait for gradients", 6.0, 1.0)]) == 3.0
+
+    for seconds, recorded in pool.run(attention_under_a_ring):
+        assert seconds > 0
+        assert not recorded
 
 
 def test_the_command_writes_a_cluster_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from hexiseq_triton.commands.train import EmulateMemory, EmulateSms
+from hexiseq_triton.commands.train import EmulateLinks, EmulateMemory, EmulateSms
 from hexiseq_triton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def profile_command(
     ] = None,
     emulate_sms: EmulateSms = None,
     emulate_memory_gb: EmulateMemory = None,
+    emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
     """Measure every GPU and link under torchrun, within a minute, for `hexiseq plan --cluster`."""
     from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device, world
@@ -44,13 +45,12 @@ def profile_command(
     from hexiseq_triton.profiling.cluster_file import cluster_yaml
     from hexiseq_triton.profiling.profile import CPU_SIZES, GPU_SIZES, num_steps, profile
 
-    emulation = Emulation.parse(emulate_sms, emulate_memory_gb, None)
+    emulation = Emulation.parse(emulate_sms, emulate_memory_gb, emulate_link_gb_per_s)
     device = local_device()
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     dims = _head_dims(head_dims) or [ModelSpec.load(model).head_dim]
     with world(device, TIMEOUT):
         rank, size = dist.get_rank(), dist.get_world_size()
-        caps = emulation.memory_gb if emulation is not None else None
         with (
             emulated(emulation, rank, size, device) as label,
             _progress(num_steps(sizes, dims, size), shown=rank == 0) as step,
@@ -61,7 +61,7 @@ def profile_command(
                 dims,
                 sizes,
                 emulated=label,
-                memory_cap_bytes=None if caps is None else caps[rank] * 1e9,
+                emulation=emulation,
                 step=step,
             )
         if rank == 0:

@@ -10,38 +10,45 @@ import torch
 
 WARM_UPS = 2
 FEWEST, MOST = 3, 40
-"""Calls that are timed."""
+"""Samples that are timed."""
+SAMPLE_SECONDS = 0.03
+"""How long a sample is at least: calls in a row. GPUs lower their clocks under lasting load, and
+training is lasting load."""
 AHEAD_CYCLES = 6_000_000
-"""What the GPU waits before a timed call, a few milliseconds in which the host gets ahead: in
+"""What the GPU waits before a sample, a few milliseconds in which the host gets ahead: in
 training it is ahead, too."""
 
 
 def median_seconds(
     call: Callable[[], object], device: torch.device, budget_seconds: float
 ) -> float:
-    """Return the median seconds of `call` on the device, after a warm-up.
+    """Return the median seconds of `call` on the device, under load.
 
-    On CUDA between events of the current stream. It is called as often as `budget_seconds` allows;
-    the first call, which may compile, doesn't count.
+    On CUDA between events of the current stream. It is called for about `budget_seconds` before
+    anything counts, the first time perhaps to compile, and for as long again.
     """
     for _ in range(WARM_UPS):
         call()
-    once = timed(call, device)
-    rounds = max(FEWEST, min(MOST, int(budget_seconds / max(once, 1e-6))))
-    return median(timed(call, device) for _ in range(rounds))
+    once = max(timed(call, device), 1e-6)
+    in_a_row = max(1, int(SAMPLE_SECONDS / once)) if device.type == "cuda" else 1
+    samples = max(FEWEST, min(MOST, int(budget_seconds / (in_a_row * once))))
+    found = [timed(call, device, in_a_row) for _ in range(2 * samples)]
+    return median(found[samples:])
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call on the device."""
+def timed(call: Callable[[], object], device: torch.device, in_a_row: int = 1) -> float:
+    """Return the seconds of one call on the device, on average over some in a row."""
     if device.type != "cuda":
         began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
+        for _ in range(in_a_row):
+            call()
+        return (time.perf_counter() - began) / in_a_row
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     torch.cuda._sleep(AHEAD_CYCLES)
     start.record()
-    call()
+    for _ in range(in_a_row):
+        call()
     stop.record()
     stop.synchronize()
-    return float(start.elapsed_time(stop)) / 1e3
+    return float(start.elapsed_time(stop)) / 1e3 / in_a_row

@@ -63,7 +63,7 @@ def measured_lines(profile: ClusterProfile) -> Iterator[str]:
         yield (
             "beside each other, for each second of both: computing takes "
             f"{profile.overlap.compute_slowdown:.2f} s longer, transfers "
-            f"{profile.overlap.transfer_slowdown:.2f} s; attention that leaves room for transfers "
+            f"{profile.overlap.transfer_slowdown:.2f} s; attention that exchanges keys "
             f"takes {profile.overlap.attention_slowdown:.1%} longer"
         )
 

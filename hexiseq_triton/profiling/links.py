@@ -9,7 +9,6 @@ time. A link is latency and rate, fitted to the times of messages of several siz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hexiseq_triton.channel import Channel
-from hexiseq_triton.context import init
-from hexiseq_triton.planner import Plan, Split
 from hexiseq_triton.profiling.clock import timed
 
 LEAST_LATENCY = 1e-7
@@ -37,14 +34,6 @@ class Link:
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_seconds + num_bytes / self.bytes_per_s
-
-
-@contextmanager
-def world_channel(device: torch.device) -> Iterator[Channel]:
-    """Yield the channel over which a plan of all ranks would exchange keys."""
-    plan = Plan.from_splits([Split((1,), (1,))] * dist.get_world_size())
-    with init(plan, device=device) as context:
-        yield context.routes
 
 
 def pair_rounds(world: int) -> list[list[tuple[int, int]]]:

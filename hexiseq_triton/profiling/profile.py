@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hexiseq_triton.channel import Channel
-from hexiseq_triton.context import SM_MARGIN
+from hexiseq_triton.context import SM_MARGIN, ParallelContext
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.overlap import Overlap
@@ -32,15 +32,18 @@ from hexiseq_triton.profiling.compute import (
     copy_bytes_per_s,
     token_wise_rates,
 )
+from hexiseq_triton.profiling.exchanging import even_ring, exchanging_seconds
 from hexiseq_triton.profiling.links import (
     Link,
     measured_links,
     measured_overlap,
     pair_rounds,
     ragged_all_to_all,
-    world_channel,
 )
 from hexiseq_triton.tracing.observe import device_name
+
+if TYPE_CHECKING:
+    from hexiseq_triton.emulation.emulate import Emulation
 
 CONTEXT_BYTES = 1e9
 """What the planner's memory model sets aside for CUDA's context, which is there by now."""
@@ -72,7 +75,7 @@ GPU_SIZES = Sizes(
     copy_bytes=2**30,
     message_bytes=(2**16, 2**20, 2**24, 2**26),
     all_to_all_bytes=2**29,
-    budget_seconds=0.3,
+    budget_seconds=0.5,
 )
 CPU_SIZES = Sizes(
     rows=(64,),
@@ -147,7 +150,7 @@ def profile(
     sizes: Sizes,
     *,
     emulated: str = "",
-    memory_cap_bytes: float | None = None,
+    emulation: Emulation | None = None,
     step: Step = lambda _: None,
 ) -> ClusterProfile:
     """Measure; a collective call of all processes, which returns the same on each.
@@ -158,7 +161,7 @@ def profile(
         head_dims: head dimensions of attention.
         sizes: what to measure.
         emulated: this rank's label, if something is emulated.
-        memory_cap_bytes: what the allocator is capped at.
+        emulation: what is emulated: it caps memory, and delays links.
         step: told of each measurement.
 
     Raises:
@@ -169,6 +172,8 @@ def profile(
     began = time.perf_counter()
     world = dist.get_world_size()
     memory = free_memory_bytes(device)
+    if emulation is not None and emulation.memory_gb is not None:
+        memory = min(memory, emulation.memory_gb[dist.get_rank()] * 1e9 + CONTEXT_BYTES)
     spec = ModelSpec.load(model)
     rates = tuple(_rates(spec, head_dims, sizes, device, step))
     copied = copy_bytes_per_s(sizes.copy_bytes, device, sizes.budget_seconds)
@@ -177,12 +182,12 @@ def profile(
         dist.get_rank(),
         socket.gethostname(),
         device_name(device),
-        memory if memory_cap_bytes is None else min(memory, memory_cap_bytes + CONTEXT_BYTES),
+        memory,
         copied,
         rates,
         emulated,
     )
-    links, all_to_all, overlap = _transfers(head_dims[0], sizes, device, step)
+    links, all_to_all, overlap = _transfers(head_dims[0], sizes, device, emulation, step)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (own, links))
     profiles = [entry[0] for entry in everyone]
@@ -216,19 +221,22 @@ def _rates(
 
 
 def _transfers(
-    head_dim: int, sizes: Sizes, device: torch.device, step: Step
+    head_dim: int, sizes: Sizes, device: torch.device, emulation: Emulation | None, step: Step
 ) -> tuple[dict[int, Link], AllToAll | None, Overlap | None]:
     """Return this rank's links, and how transfers do among all ranks and beside attention."""
     if dist.get_world_size() == 1:
         return {}, None, None
     overlap = None
-    with world_channel(device) as channel:
+    length, heads = sizes.lengths[-1], sizes.heads
+    with even_ring(length, heads, heads // sizes.q_per_kv, device) as context:
+        if emulation is not None:
+            emulation.delay_links(context)
+        channel = context.routes
         links = measured_links(channel, sizes.message_bytes, device, step)
         all_to_all = _all_to_all(channel, sizes, links, device)
         step("all-to-all")
         if device.type == "cuda":
-            calls = _calls(head_dim, sizes.lengths[-1], sizes, device)
-            overlap = _overlap(channel, calls, sizes, device)
+            overlap = _overlap(context, _calls(head_dim, length, sizes, device), sizes)
         step("overlap")
     return links, all_to_all, overlap
 
@@ -251,25 +259,19 @@ def _all_to_all(
     return AllToAll(*found.tolist())
 
 
-def _overlap(
-    channel: Channel, calls: AttentionCalls, sizes: Sizes, device: torch.device
-) -> Overlap:
-    """Return how attention and transfers slow each other, on average over the ranks.
-
-    Attention is launched as the runtime launches it while keys are under way.
-    """
-    calls.forward()
-    alone, margin = (
-        sum(
-            median_seconds(partial(call, sm_margin), device, sizes.budget_seconds)
-            for call in (calls.forward, calls.backward)
-        )
-        for sm_margin in (0, SM_MARGIN)
+def _overlap(context: ParallelContext, calls: AttentionCalls, sizes: Sizes) -> Overlap:
+    """Return how attention and transfers slow each other, on average over the ranks."""
+    device = context.device
+    alone = sum(
+        median_seconds(call, device, sizes.budget_seconds)
+        for call in (calls.forward, calls.backward)
     )
     slowdowns = measured_overlap(
-        channel, partial(calls.forward, SM_MARGIN), sizes.message_bytes[-1], device
+        context.routes, partial(calls.forward, SM_MARGIN), sizes.message_bytes[-1], device
     )
-    found = torch.tensor([*slowdowns, max(0.0, margin / alone - 1)], device=device)
+    own = exchanging_seconds(context, calls.shape[-1], torch.bfloat16)
+    longer = max(0.0, own / (alone / dist.get_world_size()) - 1)
+    found = torch.tensor([*slowdowns, longer], device=device)
     dist.all_reduce(found)
     return Overlap(*(found / dist.get_world_size()).tolist())
 

@@ -180,7 +180,7 @@ class _Attention(torch.autograd.Function):
         if layout.replica is None:
             ctx.save_for_backward(sink)
             return torch.zeros_like(q)
-        with context.guard():
+        with context.guard(), context.first_call("forward"):
             span = context.timeline.span
             heads = head_exchange(context, layout, q)
             with span("all-to-all in"):
@@ -212,7 +212,7 @@ class _Attention(torch.autograd.Function):
             return torch.zeros_like(do), dk.zero_(), dv.zero_(), dsink, None, None
         q_heads, lse, out, cos, sin, *parts = saved
         rotation = None if cos is None else Rotation(cos, sin, ctx.interleaved)
-        with context.guard():
+        with context.guard(), context.first_call("backward"):
             span = context.timeline.span
             heads = head_exchange(context, layout, do)
             kv = dict(zip(ctx.intervals, parts, strict=True))

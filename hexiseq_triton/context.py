@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
@@ -25,6 +25,7 @@ from hexiseq_triton.loss import token_mean
 from hexiseq_triton.peer_memory import PeerMemory, open_peer_memory
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.shard import LocalBatch, shard, unshard
+from hexiseq_triton.slow_start import told_if_slow
 from hexiseq_triton.timeline import Timeline
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -161,6 +162,7 @@ class ParallelContext:
         self._broken: str | None = None
         self._call: tuple[torch.dtype, int] | None = None
         self._agreed_options: set[str] = set()
+        self._called: set[str] = set()
         made = make_communicators(plan, self.rank, self._world_ranks, device, timeout)
         self.world_group, self.routes, self.heads, self._groups = made
 
@@ -225,6 +227,10 @@ class ParallelContext:
         ranks = [self._world_ranks[rank] for rank in self.replica_ranks]
         return self._agreement.gather(f"{name}/{self.replica}", ranks, value)
 
+    def gather(self, name: str, value: str) -> list[str]:
+        """Return every rank's value for `name`, in the plan's order; the same list on all ranks."""
+        return self._agreement.gather(name, list(self._world_ranks.values()), value)
+
     def agree_on_call(self, dtype: torch.dtype, head_dim: int, options: str) -> None:
         """Pin dtype and head dim at the first attention call; agree on each new set of options."""
         if self.replica is None:
@@ -243,6 +249,17 @@ class ParallelContext:
             raise InputError(f"ranks call attention differently\n{held}")
         self._call = (dtype, head_dim)
         self._agreed_options.add(options)
+
+    def first_call(self, direction: str) -> AbstractContextManager[None]:
+        """Return what explains the first forward or backward on a GPU if it takes long.
+
+        One rank of the plan speaks for all.
+        """
+        if direction in self._called:
+            return nullcontext()
+        self._called.add(direction)
+        speaks = self.replica == 0 and self.rank == self.replica_ranks[0]
+        return told_if_slow(direction) if speaks and self.device.type == "cuda" else nullcontext()
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-c constraints-cpu.txt)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install format lint types test test-installed test-gpu memcheck bench bench-paired compile-all compile-hopper demo check
+.PHONY: install format lint types test test-installed test-gpu memcheck bench bench-paired bench-multi compile-all compile-hopper demo check
 
 install: $(INSTALLED)
 
@@ -59,6 +59,20 @@ bench: install
 # on a GPU, best with FlashAttention-4 installed: ours and the peers in turn, ratios with intervals
 bench-paired: install
 	$(PYTHON) bench/paired.py
+	$(PYTHON) bench/report.py
+
+# on a host of four GPUs: the runtime beside its peers, which goes on where a run of the same name was cut off; then fast and
+# (emulated) slow ranks
+RUN ?= $(shell date +%Y-%m-%d)
+TORCHRUN := $(VENV)/bin/torchrun --nproc-per-node 4
+SLOW := --emulate-sms 132,132,44,44
+bench-multi: install
+	$(TORCHRUN) bench/multi_attention.py --label $(RUN)
+	mkdir -p build
+	$(TORCHRUN) --no-python $(VENV)/bin/hexiseq profile $(SLOW) --out build/mixed.yaml
+	$(TORCHRUN) bench/mixed_speed.py --cluster build/mixed.yaml $(SLOW) --name $(RUN)
+	$(TORCHRUN) bench/memory_caps.py --cluster build/mixed.yaml --layout hexiseq --name $(RUN)
+	-$(TORCHRUN) bench/memory_caps.py --cluster build/mixed.yaml --layout even --name $(RUN)  # runs out of memory
 	$(PYTHON) bench/report.py
 
 # every kernel of the launch tables for every card, without a GPU: registers and spills

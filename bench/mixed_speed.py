@@ -14,6 +14,9 @@ zigzag ring and USP, by the same kernels and exchange. Read three things for 64K
                        what the GPUs could do together if nothing were lost
     prediction         the cost model's seconds beside the measured ones, for the layouts above and
                        for the six plans of SIX, which were written down before any measurement
+
+Each line of a plan also says what every rank did in that time, in `phases_ms`: attention, waiting
+for the all-to-all, for keys and for gradients, and the rest, which is token-wise work and the end.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import measure
 import torch
@@ -47,6 +51,7 @@ from mixed_layers import (
 )
 
 import hexiseq_triton as hx
+from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, Plan
@@ -54,6 +59,8 @@ from hexiseq_triton.profiling.world import local_device, world
 
 TOKENS = (65536, 131072)
 SAMPLES = 3
+MARGINS = (0, 8, 16)
+"""Multiprocessors that attention leaves free while keys are under way."""
 ALL = (32,)
 EVEN = {
     2: {
@@ -144,6 +151,13 @@ class Planning:
         return (self._folder / f"{tokens}.json").read_text(encoding="utf-8")
 
 
+class Measured(NamedTuple):
+    """Milliseconds of the slowest rank, and of each rank by what it did."""
+
+    ms: float
+    phases: dict[str, list[float]]
+
+
 class Bench:
     """Measures, records and prints; every method is a collective call."""
 
@@ -160,21 +174,29 @@ class Bench:
         self.world = dist.get_world_size()
         self.began = time.monotonic()
         self.ms: dict[tuple[int, str], float] = {}
-        self._of_plan: dict[str, float] = {}
+        self._of_plan: dict[str, Measured] = {}
 
     def run(self) -> None:
         """Measure what matters most first; print what it comes to."""
-        for tokens in TOKENS:
-            self.bound(tokens)
-            self.even(tokens, "ulysses")
-            self.measured(tokens, "hexiseq", self.planned(tokens))
-            self.summarize(tokens)
-        for name in ("heads 3:1", *SIX[self.world]):
+        short, long = TOKENS
+        self.bound(short)
+        self.ours(short)
+        for name in EVEN[self.world]:
+            self.even(short, name)
+        self.summarize(short)
+        for name in SIX[self.world]:
             self.six(name)
-        for tokens in TOKENS:
-            for name in EVEN[self.world]:
-                self.even(tokens, name)
-            self.summarize(tokens)
+        if not self.out_of_time():
+            self.bound(long)
+        self.ours(long)
+        for name in EVEN[self.world]:
+            self.even(long, name)
+        self.summarize(long)
+        self.margins("uneven ring 3:1")
+
+    def ours(self, tokens: int) -> None:
+        if not self.out_of_time():
+            self.measured(tokens, "hexiseq", self.planned(tokens))
 
     def even(self, tokens: int, name: str) -> None:
         self.measured(tokens, f"even, {name}", by_hand(tokens, EVEN[self.world][name]))
@@ -186,7 +208,7 @@ class Bench:
         """Record and print the planner's plan beside the best even layout and the bound."""
         found = {name: ms for (length, name), ms in self.ms.items() if length == tokens}
         even = {name: ms for name, ms in found.items() if name.startswith("even, ")}
-        if "hexiseq" not in found or not even:
+        if not even or not {"hexiseq", "bound"} <= found.keys():
             return
         ours, bound = found["hexiseq"], found["bound"]
         name, best = min(even.items(), key=lambda entry: entry[1])
@@ -231,20 +253,62 @@ class Bench:
         predicted = predicted_seconds(plan, self.cluster) * 1e3
         if plan.digest not in self._of_plan:
             self._of_plan[plan.digest] = self._run(plan)
-        ms = self.ms[tokens, name] = self._of_plan[plan.digest]
-        more = {"predicted_ms": predicted, "error": predicted / ms - 1}
+        ms, phases = self._of_plan[plan.digest]
+        self.ms[tokens, name] = ms
+        more = {"predicted_ms": predicted, "error": predicted / ms - 1, "phases_ms": phases}
         self.record("prediction", f"layer-7b-t{tokens} {name}", "hexiseq", ms, more)
         self.say(
-            f"{tokens:7} {name:32} {ms:9.2f} ms, predicted {predicted:9.2f} ({more['error']:+.1%})"
+            f"{tokens:7} {name:32} {ms:9.2f} ms, predicted {predicted:9.2f} "
+            f"({predicted / ms - 1:+.1%})"
         )
+        for phase, each in phases.items():
+            self.say(f"          {phase:20}" + "".join(f"{value:9.2f}" for value in each))
 
-    def _run(self, plan: Plan) -> float:
+    def _run(self, plan: Plan) -> Measured:
         with hx.init(plan, device=self.device) as context:
             call = under_plan(self.block, context, plan.seq_len)
             ms = self.milliseconds(call)
+            phases = self._phases(context, call)
             del call
         _free()
-        return ms
+        return Measured(ms, phases)
+
+    def _phases(
+        self, context: ParallelContext, call: Callable[[], object]
+    ) -> dict[str, list[float]]:
+        """Return what each rank does in one more call: milliseconds by name, a value a rank."""
+        context.timeline.enabled = True
+        dist.barrier()
+        with context.timeline.span("rest"):
+            call()
+        spans = context.timeline.spans()
+        found: dict[str, float] = defaultdict(float)
+        for span in spans:
+            found[span.name] += span.seconds * 1e3
+        found["rest"] -= sum(ms for name, ms in found.items() if name != "rest")
+        each: list[Any] = [None] * self.world
+        dist.all_gather_object(each, dict(found))
+        names = dict.fromkeys(name for one in each for name in one)
+        return {name: [round(one.get(name, 0.0), 2) for one in each] for name in names}
+
+    def margins(self, name: str) -> None:
+        """Measure a ring while whole GPUs leave some multiprocessors to transfers.
+
+        NCCL's kernels run beside an emulated rank's multiprocessors, which are left alone.
+        """
+        tokens = TOKENS[0]
+        plan = by_hand(tokens, SIX[self.world][name])
+        with hx.init(plan, device=self.device) as context:
+            call = under_plan(self.block, context, tokens)
+            for margin in MARGINS:
+                if self.out_of_time():
+                    break
+                context.sm_margin = 0 if self.labels[context.rank] else margin
+                ms = self.milliseconds(call)
+                self.record("margin", f"layer-7b-t{tokens} {name}", f"sm_margin {margin}", ms, {})
+                self.say(f"{tokens:7} {name}, sm_margin {margin}: {ms:.2f} ms")
+            del call
+        _free()
 
     def out_of_time(self) -> bool:
         """Return whether the time is up on any rank; the same on all."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import report_mixed
 import report_multi
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,8 +81,9 @@ def page(lines: Iterable[Line]) -> str:
     """Return the page: a table for each suite and card, comparisons in pairs last."""
     lines = list(lines)
     pairs = [line for line in lines if line["suite"] == PAIRED]
-    several = [line for line in lines if line["suite"] == report_multi.SUITE]
-    lines = [line for line in lines if line["suite"] not in (PAIRED, report_multi.SUITE)]
+    apart = {PAIRED, report_multi.SUITE, *report_mixed.SUITES}
+    several = [line for line in lines if line["suite"] in apart]
+    lines = [line for line in lines if line["suite"] not in apart]
     tables: dict[tuple[str, str], dict[tuple[str, ...], dict[str, Line]]] = defaultdict(dict)
     for (suite, card, *case), impls in newest(lines).items():
         tables[suite, card][tuple(case)] = impls
@@ -90,6 +92,7 @@ def page(lines: Iterable[Line]) -> str:
         + "".join(_table(*key, rows) for key, rows in sorted(tables.items()))
         + _pairs(pairs)
         + report_multi.section(several)
+        + report_mixed.sections(several)
     )
 
 

@@ -1,6 +1,6 @@
 """The multi-GPU section of docs/benchmarks.md, from bench/results/multi.jsonl.
 
-Of each card the newest run counts, whole: all rows of a table come from one run on one host.
+Of each card the newest run of a table counts, whole: all its rows come from one run on one host.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ def section(lines: Iterable[Line]) -> str:
 
 
 def _of_card(card: str, lines: Sequence[Line]) -> str:
-    lines = [line for line in lines if line["run"] == lines[-1]["run"]]
-    first = lines[0]
-    versions = f"torch {first['torch']}, triton {first['triton']}, NCCL {first['nccl']}"
-    text = f"\n## multi on {card}\n\n{versions}; run {first['run']}\n"
-    text += _attention([line for line in lines if "tflops" in line])
-    return text + _moves([line for line in lines if "gbs" in line])
+    text = f"\n## multi on {card}\n"
+    for unit, table in (("tflops", _attention), ("gbs", _moves)):
+        found = [line for line in lines if unit in line]
+        if found:
+            newest = [line for line in found if line["run"] == found[-1]["run"]]
+            text += table(newest)
+    return text
+
+
+def _versions(line: Line) -> str:
+    return f"torch {line['torch']}, triton {line['triton']}, NCCL {line['nccl']}; run {line['run']}"
 
 
 def _attention(lines: Sequence[Line]) -> str:
@@ -65,7 +70,7 @@ def _attention(lines: Sequence[Line]) -> str:
         "on a rank's own shape: "
     )
     shapes = ", ".join(f"{rate:.0f} on {case}" for case, rate in alone.items())
-    return f"{head}{shapes}.\n\n{_table(rows)}"
+    return f"{head}{shapes} ({_versions(lines[0])}).\n\n{_table(rows)}"
 
 
 def _moves(lines: Sequence[Line]) -> str:
@@ -77,9 +82,8 @@ def _moves(lines: Sequence[Line]) -> str:
         if impl in times:
             ms, rate = times[impl]
             rows.append([name, f"{ms:.3f}", f"{rate:.0f}", f"{ms / times['bare'][0]:.2f}"])
-    return (
-        f"\nThe head all-to-all alone, q, k, v in and o out, {lines[0]['case']}:\n\n{_table(rows)}"
-    )
+    head = f"\nThe head all-to-all alone, q, k, v in and o out, {lines[0]['case']}"
+    return f"{head} ({_versions(lines[0])}):\n\n{_table(rows)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -54,6 +54,21 @@ def test_pairs_stand_last_with_their_intervals() -> None:
     assert "0.500" not in page
 
 
+def test_mixed_ranks_are_held_against_the_best_even_layout_and_the_bound() -> None:
+    report = load_report()
+    shared = {"suite": "mixed", "card": "2x H", "case": "c", "run": "a", "torch": "2"}
+    shared |= {"emulated": ["", "emulated: 44 of 132 SMs"]}
+    found = [
+        shared | {"impl": "hexiseq", "median_ms": 100.0},
+        shared | {"impl": "even", "median_ms": 160.0, "layout": "even, ulysses"},
+        shared | {"impl": "bound", "median_ms": 90.0},
+    ]
+    row = "| c | 100.0 | 160.0 (ulysses) | 1.60x faster | 90.0 | 90.0% |"
+    assert row in report.page([line("a", "hexiseq", 1), *found])
+    without = report.page([line("a", "hexiseq", 1), *found[::2]])
+    assert "| c | 100.0 |  |  | 90.0 | 90.0% |" in without
+
+
 def test_the_interval_is_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     paired = importlib.import_module("paired")

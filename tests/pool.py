@@ -2,6 +2,9 @@
 
 `Pool.run(worker, *args)` calls a module-level function once per rank, as `worker(rank, *args)`, and
 returns the results in rank order. A failing rank fails the caller with that rank's traceback.
+
+Processes on the CPU are forked from a server that has imported what they need, which takes longer
+than most tests. Processes on GPUs start afresh: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -12,14 +15,23 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=30)
+IMPORTED = [
+    "hexiseq_triton",
+    "torch.testing",
+    "hexiseq_triton.integrations.hf_trainer",
+    "trl.trainer.sft_trainer",
+]
+"""By the server, as far as they are installed."""
 
 
 class Outcome:
@@ -36,9 +48,16 @@ def free_port() -> int:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, backend: str, path: list[str], inbox: Connection
+    rank: int,
+    world_size: int,
+    port: int,
+    backend: str,
+    path: list[str],
+    environment: dict[str, str],
+    inbox: Connection,
 ) -> None:
     sys.path[:] = path
+    os.environ |= environment
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic mode asks for it
@@ -76,14 +95,21 @@ class Pool:
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if backend == "gloo" else "spawn")
+        if backend == "gloo":
+            context.set_forkserver_preload(IMPORTED)
+            # else the server would import from the folder it is started in
+            with patch.dict(os.environ, PYTHONSAFEPATH="1"):
+                forkserver.ensure_running()
         port = free_port()
         self._outboxes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, backend, sys.path, theirs), daemon=True
+                target=_serve,
+                args=(rank, world_size, port, backend, sys.path, dict(os.environ), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -14,6 +14,7 @@ from invented import CARD, MODEL, cluster_of, cluster_of_nodes, one_each, one_re
 
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost, evaluate
+from hexiseq_triton.planner.overlap import Overlap
 from hexiseq_triton.planner.partition import deal
 from hexiseq_triton.planner.plans import ExchangePlan, Plan, Split
 from hexiseq_triton.planner.problem import Group, Work
@@ -77,6 +78,44 @@ def test_a_ring_without_computing_takes_its_hops(mode: str, engine: str) -> None
 
     hop = 1000 * ROW / 0.8e9
     assert forward_seconds(cost, mode, engine) == pytest.approx(4 * hop, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_rings_without_computing_take_the_hops_between_nodes_and_one_round_inside(
+    engine: str,
+) -> None:
+    cost = evaluate(
+        problem_for(slow_links(3, gpus=4), MODEL, seq_len=12_000), one_each(*[1000] * 12)
+    )
+
+    across, inside = 1000 * ROW / 0.8e9, 1000 * ROW / 750e9
+    found = forward_seconds(cost, "double_ring", engine)
+    assert found == pytest.approx(2 * across + 3 * inside, rel=1e-3)
+    assert forward_seconds(cost, "async", engine) == pytest.approx(11 * across, rel=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("gb_per_s", [0.05, 0.25, 1.0])
+def test_two_rings_hide_the_slow_hop_behind_a_round(engine: str, gb_per_s: float) -> None:
+    """Two nodes of four alike: what the cost model says of a layout that exchanges so."""
+    nodes = cluster_of_nodes(["card"] * 4, 2, 100, network_gb_per_s=gb_per_s)
+    cluster = replace(nodes, overlap=Overlap(0, 0, 0))
+    problem = problem_for(cluster, MODEL, seq_len=8000)
+    cost = evaluate(problem, replace(one_each(*[1000] * 8), exchange="double_ring"))
+
+    assert forward_seconds(cost, "double_ring", engine) == pytest.approx(
+        cost.directions[0][0], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_window_or_windows_of_one_are_one_ring(engine: str) -> None:
+    for nodes, gpus in ((1, 5), (5, 1)):
+        cluster = cluster_of(gpus, nodes=nodes, network_gb_per_s=0.1)
+        layout = one_each(2000, 500, 500, 500, 1500)
+        cost = evaluate(problem_for(cluster, MODEL, seq_len=5000), layout)
+        two, one = (layer_seconds(cost, mode=m, engine=engine) for m in ("double_ring", "async"))  # type: ignore[arg-type]
+        assert two == pytest.approx(one, rel=1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -150,7 +189,8 @@ def test_every_mode_moves_the_keys_it_should() -> None:
     one_token = ROW / 2  # of one KV head
 
     moved = {}
-    for mode in ("direct", *RINGS):
+    rings = (*RINGS, "double_ring")
+    for mode in ("direct", *rings):
         graph = Compiler(cost, mode, Conditions()).forward()  # type: ignore[arg-type]
         keys = (graph.kind == KEYS) & (graph.peer >= 0)
         each = [
@@ -164,7 +204,7 @@ def test_every_mode_moves_the_keys_it_should() -> None:
     held = np.add.reduceat(cost.rows.kv_heads, cost.rows.group_starts)  # copies count
     tokens = cost.rows.group_tokens
     around = sum(held[g] * (tokens.sum() - tokens[g]) for g in range(3))
-    assert [moved[mode] for mode in RINGS] == pytest.approx([around] * 3)
+    assert [moved[mode] for mode in rings] == pytest.approx([around] * 4)
     view = replica_views(cost)[0]
     assert moved["direct"] == pytest.approx(sum(held * view.fetched.sum(axis=1)))
     assert moved["direct"] < around
@@ -188,6 +228,17 @@ def test_a_ranks_time_is_computing_exposed_and_idle(seed: int, engine: str) -> N
             assert part.seconds >= fullest_port_seconds(part.graph) * (1 - 1e-9)
         assert 0 < found.mfu < 1
         assert found.tokens_per_s == problem.workload.step_tokens / found.step_seconds
+
+
+@pytest.mark.parametrize("mode", ["direct", *RINGS, "double_ring"])
+def test_a_measured_overlap_counts(mode: str) -> None:
+    """Attention that exchanges keys was measured to take half as long again."""
+    found = []
+    for slowdown in (0.0, 0.5):
+        cluster = replace(cluster_of(4), overlap=Overlap(0, 0, slowdown))
+        cost = evaluate(problem_for(cluster, MODEL, seq_len=4000), one_each(*[1000] * 4))
+        found.append(forward_seconds(cost, mode))
+    assert found[1] - found[0] == pytest.approx(0.5 * cost.forward.attention[0], rel=1e-5)
 
 
 # -------------------------------------------------------------------- two engines
@@ -215,6 +266,25 @@ def test_engines_agree_where_no_link_is_shared(mode: str, seq_len: int, gb_per_s
     assert fast[0] == pytest.approx(event[0], rel=1e-2)
     if mode != "async":
         assert fast[1] == pytest.approx(event[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("gb_per_s", [12.5, 25])
+@pytest.mark.parametrize("seq_len", [32768, 131072])
+def test_engines_agree_on_two_rings(seq_len: int, gb_per_s: float) -> None:
+    """7b, four nodes of four: inner hops take NVLink, outer ones the NIC.
+
+    In backward keys and gradients leave a rank side by side, as in one asynchronous ring.
+    """
+    nodes = [
+        {"name": name, "count": 2, "gpus": [gpu] * 4}
+        for name, gpu in (("h", "H100-SXM"), ("a", "A100-SXM-80GB"))
+    ]
+    cluster = Cluster.from_mapping({"inter_gb_per_s": gb_per_s, "nodes": nodes})
+    groups = [Group((r,), (seq_len // 16,), (32,)) for r in range(16)]
+    cost = evaluate(problem_for(cluster, "7b", seq_len=seq_len), one_replica(*groups))
+
+    fast, event = (forward_seconds(cost, "double_ring", engine) for engine in ENGINES)
+    assert fast == pytest.approx(event, rel=1e-2)
 
 
 def test_communication_binds_where_it_should() -> None:

@@ -126,10 +126,15 @@ class Builder:
                 column[ops] = value
         ops, deps = (_joined(parts, np.int64) for parts in _columns(self._after))
         assert (deps < ops).all(), "an operation waits for a later one"
-        dep_starts, order = _by_operation(ops, count)
-        users = _joined([ops[uses.at] for ops, uses in self._uses], np.int64)
-        use_starts, use_order = _by_operation(users, count)
         uses = [found for _, found in self._uses]
+        use_starts, port, use_seconds, num_bytes = _uses_by_operation(
+            _joined([ops[uses.at] for ops, uses in self._uses], np.int64),
+            _joined([each.port for each in uses], np.int64),
+            _joined([each.seconds for each in uses], np.float64),
+            _joined([each.num_bytes for each in uses], np.float64),
+            count,
+        )
+        dep_starts, deps = _deps_by_operation(ops, deps, count)
         return Graph(
             kind,
             rank,
@@ -137,11 +142,11 @@ class Builder:
             seconds,
             flops,
             dep_starts,
-            deps[order],
+            deps,
             use_starts,
-            _joined([each.port for each in uses], np.int64)[use_order],
-            _joined([each.seconds for each in uses], np.float64)[use_order],
-            _joined([each.num_bytes for each in uses], np.float64)[use_order],
+            port,
+            use_seconds,
+            num_bytes,
             self.num_ports,
         )
 
@@ -155,16 +160,37 @@ def _joined(parts: Sequence[NDArray[Number]], kind: type[Number]) -> NDArray[Num
 
 
 @numba.njit(cache=True)
-def _by_operation(ops: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return where each operation's entries start once they are sorted, and the sorted order."""
+def _starts(ops: Ints, count: int) -> Ints:
+    """Return where each operation's entries start once they are sorted by it, and the end."""
     starts = np.zeros(count + 1, dtype=np.int64)
     for op in ops:
         starts[op + 1] += 1
     for i in range(count):
         starts[i + 1] += starts[i]
-    free = starts.copy()
-    order = np.empty(len(ops), dtype=np.int64)
+    return starts
+
+
+@numba.njit(cache=True)
+def _deps_by_operation(ops: Ints, deps: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return where each operation's entries start, and what it waits for."""
+    starts = _starts(ops, count)
+    free, sorted_deps = starts.copy(), np.empty_like(deps)
     for i in range(len(ops)):
-        order[free[ops[i]]] = i
+        sorted_deps[free[ops[i]]] = deps[i]
         free[ops[i]] += 1
-    return starts, order
+    return starts, sorted_deps
+
+
+@numba.njit(cache=True)
+def _uses_by_operation(
+    ops: Ints, port: Ints, seconds: Floats, num_bytes: Floats, count: int
+) -> tuple[Ints, Ints, Floats, Floats]:
+    """Return where each operation's entries start, and ports, seconds and bytes of its uses."""
+    starts = _starts(ops, count)
+    free = starts.copy()
+    ports, times, sizes = np.empty_like(port), np.empty_like(seconds), np.empty_like(num_bytes)
+    for i in range(len(ops)):
+        at = free[ops[i]]
+        ports[at], times[at], sizes[at] = port[i], seconds[i], num_bytes[i]
+        free[ops[i]] = at + 1
+    return starts, ports, times, sizes

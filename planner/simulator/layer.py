@@ -20,6 +20,7 @@ from hexiseq_triton.planner.rates import Floats, Ints, together
 from hexiseq_triton.planner.simulator.attention import Attention
 from hexiseq_triton.planner.simulator.conditions import Conditions
 from hexiseq_triton.planner.simulator.direct import Rounds, direct, rounds_of
+from hexiseq_triton.planner.simulator.double_ring import double_ring
 from hexiseq_triton.planner.simulator.gathered import gathered
 from hexiseq_triton.planner.simulator.graph import (
     ALL_TO_ALL,
@@ -34,7 +35,7 @@ from hexiseq_triton.planner.simulator.replicas import ReplicaView, replica_views
 from hexiseq_triton.planner.simulator.rings import ring
 from hexiseq_triton.planner.traffic import BF16, FLOAT32, all_to_all
 
-Mode = Literal["direct", "async", "streamed", "lockstep", "all_gather"]
+Mode = Literal["direct", "async", "streamed", "lockstep", "double_ring", "all_gather"]
 """How keys and values travel between groups; "direct" is what the runtime does."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -143,6 +144,8 @@ class Compiler:
                 done[at] = direct(attention, self._rounds[int(at[0])])
             elif self.mode == "all_gather":
                 done[at] = gathered(attention)
+            elif self.mode == "double_ring":
+                done[at] = double_ring(attention)
             else:
                 done[at] = ring(attention, self.mode, exchange.chunk_tokens)
         return done

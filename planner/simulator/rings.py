@@ -128,7 +128,8 @@ class _Rotation:
         after(self.gate[0], self.attention.begin)
         after(self.gate[1:], self.computing[:-1])
         after(self.computing, self.gate)
-        after(self.gate[1:, row], self.hop[:-1])
+        at, entry = self._arrivals()
+        after(self.gate[at + 1, row[entry]], self.hop[at, entry])
         after(self.hop, self.gate[:, row])
         after(self.hop[0], self.attention.begin[row[self.sender]])
         after(self.hop[1:], self.hop[:-1, self.sender])
@@ -143,7 +144,8 @@ class _Rotation:
         row, begin = view.entry_row, self.attention.begin
         after(self.computing[0], begin)
         after(self.computing[1:], self.computing[:-1])
-        after(self.computing[1:, row], self.hop[:-1])
+        at, entry = self._arrivals()
+        after(self.computing[at + 1, row[entry]], self.hop[at, entry])
         after(self.hop[1:], self.hop[:-1])
         after(self.hop[0], begin[row[self.sender]])
         own = self.chunks[view.group[row[self.sender]]]  # of each entry's sender
@@ -157,6 +159,12 @@ class _Rotation:
             after(self.gradient[1:], worked)
             after(self.gradient[2:], self.gradient[1:-1])
             after(self.gradient[at + 1, entry], self.gradient[earlier, self.sender[entry]])
+
+    def _arrivals(self) -> tuple[Ints, Ints]:
+        """Return which hops bring a block, by step and entry: the last ones would bring its own."""
+        to = self.view.group[self.view.entry_row]
+        at, entry = np.nonzero(to != self.owner[to].T)
+        return at, entry
 
     def _done(self) -> Ints:
         builder = self.attention.builder

@@ -36,6 +36,7 @@ _RUN = {"fast": longest_path, "event": fair_sharing}
 _MODE_OF: dict[Exchange, Mode] = {
     "routes": "direct",
     "rotation": "async",
+    "double_ring": "double_ring",
     "all_gather": "all_gather",
 }
 _BUFFERS_OF: dict[Mode, Exchange] = {
@@ -43,6 +44,7 @@ _BUFFERS_OF: dict[Mode, Exchange] = {
     "async": "rotation",
     "lockstep": "rotation",
     "streamed": "rotation",
+    "double_ring": "double_ring",
     "all_gather": "all_gather",
 }
 DRAWS = 8
@@ -291,13 +293,7 @@ def _checked(
 def _mode(cost: Cost, mode: Mode | None) -> Mode:
     if mode is not None and mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; one of {', '.join(MODES)}")
-    exchange = cost.layout.exchange
-    if mode is None and exchange not in _MODE_OF:
-        raise ConfigError(
-            f"the layout exchanges by {exchange}, which is not simulated; name a mode to simulate "
-            f"instead: {', '.join(MODES)}"
-        )
-    found: Mode = mode or _MODE_OF[exchange]
+    found: Mode = mode or _MODE_OF[cost.layout.exchange]
     if found == "all_gather" and cost.rows.group_sizes.max() > 1:
         raise ConfigError("all_gather is simulated for groups of one rank only; name another mode")
     return found

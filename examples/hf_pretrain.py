@@ -22,8 +22,8 @@ CLUSTER = "examples/clusters/2-fast-2-slow.yaml"
 class PackedRows(Dataset):
     """Consecutive rows of the corpus, each with the positions of its documents."""
 
-    def __init__(self, num_rows, num_tokens):
-        self.corpus, self.num_rows, self.num_tokens = Corpus(), num_rows, num_tokens
+    def __init__(self, corpus, num_rows, num_tokens):
+        self.corpus, self.num_rows, self.num_tokens = corpus, num_rows, num_tokens
 
     def __len__(self):
         return self.num_rows
@@ -69,15 +69,16 @@ def main():
             report_to=[],
             use_cpu=not on_gpu,
             bf16=on_gpu,
-            fsdp="full_shard" if on_gpu else None,
+            fsdp=on_gpu,
             fsdp_config={"version": 2} if on_gpu else None,
         )
+        corpus = Corpus()
         trainer = PlannedTrainer(
             AutoModelForCausalLM.from_config(config),
             args=arguments,
             data_collator=one_stream,
-            train_dataset=PackedRows(2000, context.plan.seq_len),
-            eval_dataset=PackedRows(5, context.plan.seq_len),
+            train_dataset=PackedRows(corpus, 2000, context.plan.seq_len),
+            eval_dataset=PackedRows(corpus, 5, context.plan.seq_len),
             context=context,
         )
         trainer.train(resume_from_checkpoint=options.resume or None)

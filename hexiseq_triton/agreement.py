@@ -7,6 +7,7 @@ why, so that the ranks waiting for it can say so.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +18,7 @@ from hexiseq_triton.errors import PeerError
 
 _FAULT = "fault"
 _ANSWER_MARGIN = timedelta(seconds=5)  # followers outwait the leader, who knows who is missing
+_LOOK_EVERY = timedelta(seconds=1)  # how long a wait goes on before it looks for a fault
 
 
 class Agreement:
@@ -38,8 +40,8 @@ class Agreement:
         """Return the values of `ranks`, in their order; the same list on every one of them.
 
         Raises:
-            PeerError: if a rank posts nothing within the timeout, which the message names, or if
-                the store died with the process that held it.
+            PeerError: if a rank posts nothing within the timeout, which the message names, if a
+                rank posts a fault meanwhile, or if the store died with the process that held it.
         """
         try:
             return self._gathered(name, ranks, value)
@@ -80,12 +82,22 @@ class Agreement:
         return values
 
     def _read(self, key: str, timeout: timedelta) -> str | None:
-        """Return what stands under a key; None if nothing does within the timeout."""
-        try:
-            self._store.wait([key], timeout)
-        except dist.DistStoreError:
-            return None
-        return bytes(self._store.get(key)).decode()
+        """Return what stands under a key; None if nothing does within the timeout.
+
+        Raises:
+            PeerError: if a rank posts a fault before it does.
+        """
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            rest = timedelta(seconds=max(0.001, end - time.monotonic()))
+            try:
+                self._store.wait([key], min(rest, _LOOK_EVERY))
+                return bytes(self._store.get(key)).decode()
+            except dist.DistStoreError:
+                if key != _FAULT and self._store.check([_FAULT]):
+                    raise PeerError(bytes(self._store.get(_FAULT)).decode()) from None
+                if time.monotonic() >= end:
+                    return None
 
     def post_fault(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""

@@ -58,6 +58,7 @@ def shard(
     *,
     cu_seqlens: torch.Tensor | None = None,
     source: int | None = None,
+    problem: str | None = None,
 ) -> LocalBatch:
     """Return this rank's rows of a batch; a collective call of the ranks of a replica.
 
@@ -70,15 +71,16 @@ def shard(
             out, a [T] stream is one document and each row of a [B, S] batch is one.
         source: take the batch of the replica's rank at this position (0: its first) instead; the
             others may pass None.
+        problem: what the caller has found wrong with this rank's batch.
 
     Raises:
         InputError: the same on all ranks of the replica, if the batch is malformed on any of them
             or differs between them.
     """
-    problem: str | None = None
     stream: dict[str, torch.Tensor] = {}
     lengths: list[int] = []
-    if source is None or context.replica_ranks.index(context.rank) == source:
+    counts = source is None or context.replica_ranks.index(context.rank) == source
+    if counts and problem is None:
         try:
             stream, lengths = _as_stream(batch, cu_seqlens)
         except InputError as error:

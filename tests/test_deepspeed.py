@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from typing import Any
 
 import pytest
 import torch
+from commands import in_a_world
 from equality import NAMES, dense, random_qkv
 from pool import TIMEOUT, Pool
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from hexiseq_triton.context import ParallelContext, init
-from hexiseq_triton.errors import InputError
+from hexiseq_triton.errors import HexiSeqError, InputError
+from hexiseq_triton.flash import flash_attn_varlen_func
 from hexiseq_triton.integrations.deepspeed import DistributedAttention
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import Plan, Split
@@ -79,43 +83,143 @@ def test_it_equals_dense_attention(pool: Pool, batch_dim_idx: int, rotary_dim: i
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, msg=f"{name}, rank {rank}")
 
 
-REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "dropout_p is 0.1": ((), {"dropout_p": 0.1}),
-    "attention_bias is a Tensor": ((), {"attention_bias": torch.zeros(1)}),
-    "attention_mask is a Tensor": ((), {"attention_mask": torch.ones(2, 2)}),
-    "causal is False; .* made with True": ((), {"causal": False}),
-    "argument 1 after rotary_pos_emb is a Tensor": ((torch.ones(2, 2),), {}),
+# -------------------------------------------------------------------- DeepSpeed's engine
+
+
+class Decoder(nn.Module):
+    """One attention layer over packed rows."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same weights on every rank
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.q, self.kv = nn.Linear(32, 8 * HEAD_DIM), nn.Linear(32, 2 * 2 * HEAD_DIM)
+        self.out = nn.Linear(8 * HEAD_DIM, 32)
+        self.attention = attention
+
+    def forward(self, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Return the logits of [1, T] tokens."""
+        x = self.embedding(ids)
+        q = self.q(x).unflatten(-1, (8, HEAD_DIM))
+        k, v = self.kv(x).unflatten(-1, (2, 2, HEAD_DIM)).unbind(-3)
+        o = self.attention(q, k, v, 0, **arguments)
+        return self.head(x + self.out(o.flatten(-2)))
+
+
+class Alone(nn.Module):
+    """What DeepSpeed's class does with one process."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: int) -> torch.Tensor:
+        bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+        rows = (x[0] for x in (q, k, v))
+        out = flash_attn_varlen_func(*rows, bounds, bounds, None, None, causal=True)
+        assert isinstance(out, torch.Tensor)
+        return out[None]
+
+
+STEPS = 3
+
+
+def stream() -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    return {"ids": ids, "labels": ids}
+
+
+def trained(rank: int, stage: int) -> list[float]:
+    """Worker: return the losses of a few steps of DeepSpeed's engine."""
+    in_a_world(rank)
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.ops.__compatible_ops__.clear()  # would compile C++ collectives; gloo's do
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    }
+    losses = []
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        attention = DistributedAttention(HexiSeqAttention(context, causal=True))
+        model, *_ = deepspeed.initialize(model=Decoder(attention), config=settings)
+        batch = shard(context, stream())
+        for _ in range(STEPS):
+            logits = model(batch["ids"][None], layout=batch.layout)[0]
+            loss_sum = cross_entropy(logits, batch["labels"], reduction="sum")
+            valid = int((batch["labels"] >= 0).sum())
+            loss = context.token_mean(loss_sum, valid, grad_average=context.mesh.size())
+            model.backward(loss)
+            model.step()
+            losses.append(float(loss))
+    return losses
+
+
+def trained_alone() -> list[float]:
+    """Return the losses of the same steps in one process, without DeepSpeed."""
+    model = Decoder(Alone())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = stream()["ids"]
+    labels = [part[1:] for part in ids.split(LENGTHS)]
+    losses = []
+    for _ in range(STEPS):
+        logits = [part[:-1] for part in model(ids[None])[0].split(LENGTHS)]
+        loss = cross_entropy(torch.cat(logits), torch.cat(labels))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_zero_stage_trains_as_one_process(pool: Pool, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    expected = trained_alone()
+    assert expected[-1] < expected[0] - 0.5
+    for found in pool.run(trained, stage):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# -------------------------------------------------------------------- what is refused
+
+UNSET: dict[str, Any] = {"dropout_p": 0.0, "attention_mask": None}
+REFUSED: dict[str, tuple[int, tuple[Any, ...], dict[str, Any]]] = {
+    "dropout_p is 0.1": (0, (), {"dropout_p": 0.1}),
+    "attention_bias is a Tensor": (0, (), {"attention_bias": torch.zeros(1)}),
+    "attention_mask is a Tensor": (0, (), {"attention_mask": torch.ones(2, 2)}),
+    "causal is False; .* made with True": (0, (), {"causal": False}),
+    "argument 1 after rotary_pos_emb is a Tensor": (0, (torch.ones(2, 2),), {}),
+    "without layout=": (0, (), {"layout": None}),
+    "batch_dim_idx is 2": (2, (), {}),
+    "one packed stream": (1, (), {}),
 }
 
 
-def refusals(rank: int) -> dict[str, str]:
-    """Worker: return what each call is told that can't be honoured; afterwards one still works."""
-    found = {}
-    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
-        attention = DistributedAttention(HexiSeqAttention(context, causal=True))
-        batch = shard(context, random_qkv(PLAN, sum(LENGTHS), HEAD_DIM, seed=0))
-        q, k, v = (batch[name][None] for name in "qkv")
-
-        def told(batch_dim_idx: int, *args: Any, **kwargs: Any) -> str:
-            with pytest.raises(InputError) as error:
-                attention(q, k, v, batch_dim_idx, None, *args, **kwargs)
-            return str(error.value)
-
-        for name, (args, kwargs) in REFUSED.items():
-            found[name] = told(0, *args, layout=batch.layout, **kwargs)
-        found["without layout="] = told(0)
-        found["batch_dim_idx is 2"] = told(2, layout=batch.layout)
-        if batch.layout.num_tokens > 1:
-            found["one packed stream"] = told(1, layout=batch.layout)
-        attention(q, k, v, 0, layout=batch.layout, dropout_p=0.0, attention_mask=None)
+def refused(rank: int, names: list[str], wrong_ranks: tuple[int, ...]) -> list[str]:
+    """Worker: return what each call is told that some ranks make wrong."""
+    found = []
+    for name in names:
+        with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+            attention = DistributedAttention(HexiSeqAttention(context, causal=True))
+            batch = shard(context, random_qkv(PLAN, sum(LENGTHS), HEAD_DIM, seed=0))
+            dim, args, kwargs = REFUSED[name] if rank in wrong_ranks else (0, (), UNSET)
+            q, k, v = (batch[tensor][None] for tensor in "qkv")
+            try:
+                attention(q, k, v, dim, None, *args, **({"layout": batch.layout} | kwargs))
+                found.append("accepted")
+            except HexiSeqError as error:
+                found.append(f"{type(error).__name__}: {error}")
     return found
 
 
 def test_what_it_cannot_honour_is_refused_by_name(pool: Pool) -> None:
-    for found in pool.run(refusals):
-        assert len(found) >= len(REFUSED) + 2
-        for expected_text, message in found.items():
-            assert re.search(expected_text, message)
+    for found in pool.run(refused, list(REFUSED), (0, 1, 2, 3, 4)):
+        for expected_text, message in zip(REFUSED, found, strict=True):
+            assert re.search(f"InputError: .*{expected_text}", message)
+
+
+def test_what_one_rank_refuses_the_others_hear_of(pool: Pool) -> None:
+    ((first,), (wrong,), (third,), (fourth,), (idle,)) = pool.run(refused, list(REFUSED)[:1], (1,))
+    assert wrong.startswith("InputError: dropout_p is 0.1")
+    assert [first, third, fourth] == [f"PeerError: rank 1: {wrong}"] * 3
+    assert idle == "accepted"
 
 
 def test_a_local_attention_without_a_context_is_refused() -> None:

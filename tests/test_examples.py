@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import os
 import runpy
-import sys
-import warnings
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import ROOT, script
 from pool import Pool
 
 from hexiseq_triton.context import init
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import Plan, Split
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 PLAN = Plan.from_splits(
     # rank 1 has no token; replicas read two rows and one; rank 4 is idle
     [Split((56, 0), (5, 3)), Split((136,), (8,))],
@@ -30,18 +26,6 @@ PLAN = Plan.from_splits(
 )
 
 
-def example(rank: int, name: str, *arguments: str) -> str:
-    """Worker: run an example as a script; return what it prints."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = (rank, rank, 5, 5, "127.0.0.1", 1)
-    os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
-    warnings.simplefilter("ignore")
-    sys.argv = [name, *arguments]
-    with redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return printed.getvalue()
-
-
 @pytest.fixture(scope="module")
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
@@ -49,8 +33,9 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_plain_pytorch(pool: Pool, plan_file: str) -> None:
-    printed = pool.run(example, "fsdp2_llama.py", "--plan", plan_file, "--steps", "4")
+def test_plain_pytorch(pool: Pool, plan_file: str, tmp_path: Path) -> None:
+    words = (str(EXAMPLES / "fsdp2_llama.py"), "--plan", plan_file, "--steps", "4")
+    printed = pool.run(script, str(tmp_path), *words)
     losses = [float(line.split()[-1]) for line in printed[0].splitlines()]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.5
@@ -62,8 +47,9 @@ def test_hugging_face(pool: Pool, plan_file: str, tmp_path: Path, name: str) -> 
     transformers = pytest.importorskip("transformers")
     for package in ("accelerate", "trl", "datasets"):
         pytest.importorskip(package)
-    pool.run(example, name, "--plan", plan_file, "--steps", "2", "--out", str(tmp_path))
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    words = (str(EXAMPLES / name), "--plan", plan_file, "--steps", "2", "--out", "trained")
+    pool.run(script, str(tmp_path), *words)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert torch.isfinite(saved.lm_head.weight).all()
 
 

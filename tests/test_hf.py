@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pool import TIMEOUT, Pool
 from torch import nn
 
 from hexiseq_triton.context import ParallelContext, init
-from hexiseq_triton.errors import InputError
+from hexiseq_triton.errors import InputError, PeerError
 from hexiseq_triton.planner import Plan, Split
 
 transformers = pytest.importorskip("transformers")
@@ -277,6 +278,33 @@ def test_autocast_attends_in_its_dtype(ready: Pool) -> None:
     assert all(0.0 < each < 0.05 for each in found[:4]), found  # rank 4 is idle
 
 
+def compiled(rank: int) -> tuple[float, dict[str, int], int]:
+    """Worker: what compiling a model changes where its rank is alone; graph breaks, and graphs."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    model.set_attn_implementation("hexiseq")
+    alone = Plan.from_splits([Split((96,), (8,))], *[[Split((96,), (8,))]] * 4, num_kv_heads=2)
+    with init(alone, device="cpu", timeout=TIMEOUT) as context:
+        if rank > 0:
+            return 0.0, {}, 1
+        inputs = hf.shard(context, stream([40, 56], 0)).inputs
+        expected = model(**inputs).logits
+        found = torch.compile(model, backend="aot_eager")(**inputs).logits
+        counters = torch._dynamo.utils.counters
+        breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    counters.clear()
+    return relative(found, expected), breaks, graphs
+
+
+def test_a_model_alone_compiles_whole(ready: Pool) -> None:
+    difference, breaks, graphs = ready.run(compiled)[0]
+    assert difference < 1e-5
+    assert breaks == {}
+    assert graphs == 1
+
+
 def document_sources(rank: int) -> list[list[int]]:
     """Worker: the document lengths found from each thing a collator may tell them by."""
     from hexiseq_triton.integrations import hf
@@ -299,8 +327,8 @@ def test_documents_come_from_what_the_collator_tells(ready: Pool) -> None:
     assert found == [LENGTHS[2], LENGTHS[2], LENGTHS[2], [96]]
 
 
-def refused(rank: int, what: str) -> str:
-    """Worker: what a call with something unsupported raises."""
+def refused(rank: int, what: str, wrong_ranks: tuple[int, ...]) -> str:
+    """Worker: what a call raises that asks for something unsupported on some of the ranks."""
     from hexiseq_triton.integrations import hf
 
     model = small_model("llama")
@@ -309,7 +337,9 @@ def refused(rank: int, what: str) -> str:
     with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
         local = hf.shard(context, batch)
         inputs = local.inputs
-        if what == "batch":
+        if rank not in wrong_ranks:
+            pass
+        elif what == "batch":
             del inputs["hexiseq"]
         elif what == "dropout":
             for layer in model.model.layers:
@@ -328,8 +358,8 @@ def refused(rank: int, what: str) -> str:
             inputs["cache" if "cache" in known else "past_key_values"] = cache
         try:
             model(**inputs)
-        except InputError as error:
-            return str(error)
+        except (InputError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
@@ -344,8 +374,18 @@ def refused(rank: int, what: str) -> str:
     ],
 )
 def test_what_is_not_supported_is_named(ready: Pool, what: str, message: str) -> None:
-    for found in ready.run(refused, what)[:4]:
+    for found in ready.run(refused, what, (0, 1, 2, 3))[:4]:
+        assert found.startswith("InputError: ")
         assert message in found
+
+
+@pytest.mark.parametrize("what", ["dropout", "mask"])
+def test_what_one_rank_refuses_the_others_hear_of_soon(ready: Pool, what: str) -> None:
+    began = time.monotonic()
+    found = ready.run(refused, what, (1,))
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2  # they wait for it in between
+    for rank in (0, 2, 3):
+        assert found[rank] == f"PeerError: rank 1: {found[1]}"
 
 
 def test_names_with_flash_are_refused() -> None:
@@ -356,11 +396,12 @@ def test_names_with_flash_are_refused() -> None:
 
 
 def padded_batch(rank: int) -> str:
-    """Worker: what a padded batch raises."""
+    """Worker: what a batch raises that is padded on rank 1."""
     from hexiseq_triton.integrations import hf
 
     mask = torch.ones(2, 48)
-    mask[1, 40:] = 0
+    if rank == 1:
+        mask[1, 40:] = 0
     with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
         try:
             hf.shard(context, {"input_ids": torch.ones(2, 48).long(), "attention_mask": mask})
@@ -370,4 +411,6 @@ def padded_batch(rank: int) -> str:
 
 
 def test_padding_is_refused(ready: Pool) -> None:
-    assert all("without padding" in found for found in ready.run(padded_batch))
+    for found in ready.run(padded_batch)[:4]:
+        assert found.startswith("rank 1: ")
+        assert "attention_mask hides tokens; pack the documents without padding" in found

@@ -15,7 +15,7 @@ from equality import NAMES, dense, random_qkv
 from pool import TIMEOUT, Pool
 
 from hexiseq_triton.context import ParallelContext, init
-from hexiseq_triton.errors import InputError
+from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.integrations.megatron import DotProductAttention, carry
 from hexiseq_triton.planner import Plan, Split
 from hexiseq_triton.rope import apply_rope, rope_tables
@@ -148,42 +148,54 @@ CALLED_WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def refusals(rank: int) -> dict[str, str]:
-    """Worker: return what is told about each thing that can't be honoured."""
-    found = {}
+CARRIED_WRONG: dict[str, dict[str, Any]] = {
+    "qkv_format is 'bshd'": {"qkv_format": "bshd"},
+    "one packed stream": {"qkv_format": "sbhd"},
+    "packed_seq_params.cu_seqlens_q is set": {"cu_seqlens_q": torch.tensor([0, 1])},
+}
+WRONG = [*BUILT_WRONG, *CALLED_WRONG, *CARRIED_WRONG, "attention_type is 'cross'"]
 
-    def told(function: Any, *args: Any, **kwargs: Any) -> str:
-        with pytest.raises(InputError) as error:
-            function(*args, **kwargs)
-        return str(error.value)
 
-    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
-        kinds = (AttnMaskType.causal, "self")
-        for name, change in BUILT_WRONG.items():
-            found[name] = told(DotProductAttention, config(**change), 1, *kinds, context=context)
-        found["attention_type is 'cross'"] = told(
-            DotProductAttention, config(), 1, AttnMaskType.causal, "cross", context=context
-        )
-        attention = DotProductAttention(config(), 1, *kinds, context=context)
-        batch = shard(context, random_qkv(PLAN, sum(LENGTHS), HEAD_DIM, seed=0))
-        q, k, v = (batch[name] for name in "qkv")
-        packed = carry(PackedSeqParams(qkv_format="thd"), batch)
-        for name, change in CALLED_WRONG.items():
-            arguments = {"attention_mask": None, "packed_seq_params": packed} | change
-            found[name] = told(attention, q, k, v, **arguments)
-        for qkv_format, name in (("bshd", "qkv_format is 'bshd'"), ("sbhd", "one packed stream")):
-            packed = carry(PackedSeqParams(qkv_format=qkv_format), batch)
-            found[name] = told(attention, q, k, v, None, packed_seq_params=packed)
-        bounds = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch.cu_seqlens)
-        found["packed_seq_params.cu_seqlens_q is set"] = told(carry, bounds, batch)
+def refused(rank: int, names: list[str], wrong_ranks: tuple[int, ...]) -> list[str]:
+    """Worker: return what is told about each thing that some ranks ask for."""
+    found = []
+    for asked in names:
+        name = asked if rank in wrong_ranks else ""
+        kind = "cross" if "cross" in name else "self"
+        with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+            try:
+                attention = DotProductAttention(
+                    config(**BUILT_WRONG.get(name, {})),
+                    1,
+                    AttnMaskType.causal,
+                    kind,
+                    context=context,
+                )
+                batch = shard(context, random_qkv(PLAN, sum(LENGTHS), HEAD_DIM, seed=0))
+                q, k, v = (batch[tensor] for tensor in "qkv")
+                params = {"qkv_format": "thd"} | CARRIED_WRONG.get(name, {})
+                packed = carry(PackedSeqParams(**params), batch)
+                call = {"attention_mask": None, "packed_seq_params": packed}
+                attention(q, k, v, **(call | CALLED_WRONG.get(name, {})))
+                found.append("accepted")
+            except HexiSeqError as error:
+                found.append(f"{type(error).__name__}: {error}")
     return found
 
 
 def test_what_it_cannot_honour_is_refused_by_name(pool: Pool) -> None:
-    for found in pool.run(refusals):
-        assert len(found) == len(BUILT_WRONG) + len(CALLED_WRONG) + 4
-        for expected_text, message in found.items():
-            assert re.search(expected_text, message)
+    for found in pool.run(refused, WRONG, (0, 1, 2, 3, 4)):
+        for expected_text, message in zip(WRONG, found, strict=True):
+            assert re.search(f"InputError: .*{expected_text}", message)
+
+
+def test_what_one_rank_refuses_the_others_hear_of(pool: Pool) -> None:
+    names = ["attention_dropout is 0.1", "num_splits is 4"]
+    found = pool.run(refused, names, (1,))
+    for place, name in enumerate(names):
+        first, wrong, third, fourth, _ = (told[place] for told in found)
+        assert wrong.startswith(f"InputError: {name}")
+        assert [first, third, fourth] == [f"PeerError: rank 1: {wrong}"] * 3
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron's, about what else is not installed

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import in_a_world
 from pool import TIMEOUT, Pool
 
 from hexiseq_triton.context import init
+from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.integrations.replica_rows import EvaluationLoader, ReplicaRows, shuffled
 from hexiseq_triton.planner import Plan, Split
 
@@ -78,19 +80,12 @@ def logged(trainer: Any) -> dict[str, list[float]]:
     }
 
 
-def in_a_world(rank: int) -> None:
-    """Worker: tell accelerate what torchrun would."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = (rank, rank, 5, 5, "127.0.0.1", 1)
-    os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
-    warnings.simplefilter("ignore")
-
-
 def sharding(trainer_class: type, options: dict[str, Any]) -> type:
     """Let accelerate shard with FSDP2 on CPUs too, where it offers DDP alone."""
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    if not options.get("fsdp"):
+    if not options.get("fsdp") or not options["use_cpu"]:
         return trainer_class
 
     class Sharded(trainer_class):  # type: ignore[misc]
@@ -98,6 +93,7 @@ def sharding(trainer_class: type, options: dict[str, Any]) -> type:
             super().create_accelerator_and_postprocess()
             state = self.accelerator.state
             state.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
@@ -107,10 +103,12 @@ def sharding(trainer_class: type, options: dict[str, Any]) -> type:
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {
-        "fsdp": "full_shard",
+        "fsdp": True,
         "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
     },
 }
+SAVED = WRAPPERS | {"fsdp2, whole": {"fsdp": True, "fsdp_config": {"version": 2}}}
+"""The wrappers, and that FSDP2 by default saves everything from its first rank."""
 
 
 def planned(
@@ -120,7 +118,7 @@ def planned(
     in_a_world(rank)
     from hexiseq_triton.integrations.hf_trainer import PlannedTrainer
 
-    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+    with init(plan, device="cpu" if options["use_cpu"] else None, timeout=TIMEOUT) as context:
         trainer = sharding(PlannedTrainer, options)(
             model(),
             args=transformers.TrainingArguments(**options),
@@ -131,28 +129,30 @@ def planned(
         return logged(trainer)
 
 
-def in_order(trainer_class: type, accumulation: int, steps: int) -> type:
-    """Let an unmodified Trainer read, three rows a pass, what all replicas together read."""
+def in_order(trainer_class: type, accumulation: int, steps: int, a_pass: int = 3) -> type:
+    """Let an unmodified Trainer read, `a_pass` rows a pass, what all replicas together read."""
 
     class InOrder(trainer_class):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             loader = super().get_train_dataloader()
             count = len(loader.dataset)
-            epochs = (shuffled(count, 3, epoch)[: count // 3 * 3] for epoch in range(99))
-            wanted = 3 * accumulation * steps
+            whole = count // a_pass * a_pass
+            epochs = (shuffled(count, 3, epoch)[:whole] for epoch in range(99))
+            wanted = a_pass * accumulation * steps
             order = list(itertools.islice(itertools.chain.from_iterable(epochs), wanted))
             return torch.utils.data.DataLoader(
-                loader.dataset, batch_size=3, sampler=order, collate_fn=loader.collate_fn
+                loader.dataset, batch_size=a_pass, sampler=order, collate_fn=loader.collate_fn
             )
 
     return InOrder
 
 
-def alone(options: dict[str, Any], accumulation: int) -> dict[str, list[float]]:
+def alone(options: dict[str, Any], a_pass: int = 3) -> dict[str, list[float]]:
     """Train in this process with the unmodified Trainer."""
+    accumulation, steps = options["gradient_accumulation_steps"], options["max_steps"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = in_order(transformers.Trainer, accumulation, 3)(
+        trainer = in_order(transformers.Trainer, accumulation, steps, a_pass)(
             model(), args=transformers.TrainingArguments(**options), train_dataset=rows(18, 0)
         )
         trainer.train()
@@ -165,17 +165,17 @@ def test_the_trainer_equals_itself_in_one_process(
     pool: Pool, tmp_path: Path, wrapper: str, accumulation: int
 ) -> None:
     options = arguments(tmp_path, accumulation, 3)
-    expected = alone(options, accumulation)
+    expected = alone(options)
     for found in pool.run(planned, PLANS["uneven"], options | WRAPPERS[wrapper]):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", SAVED)
 def test_a_resumed_run_goes_on_with_the_next_rows(pool: Pool, tmp_path: Path, wrapper: str) -> None:
     """Six passes an epoch make two steps of three; the run is cut after step 3, inside epoch 2."""
     saving = {"save_strategy": "steps", "save_steps": 3}
-    options = arguments(tmp_path, 3, 5, **saving, **WRAPPERS[wrapper])
+    options = arguments(tmp_path, 3, 5, **saving, **SAVED[wrapper])
     whole = pool.run(planned, PLANS["uneven"], options)[0]["loss"]
     (tmp_path / "checkpoint-5").rename(tmp_path / "last")
     for plan in PLANS.values():
@@ -204,6 +204,54 @@ def test_evaluation_counts_every_label_once(pool: Pool, tmp_path: Path) -> None:
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     for found in pool.run(evaluated, PLANS["uneven"], arguments(tmp_path, 1, 1)):
         assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+# -------------------------------------------------------------------- GPUs
+
+TWO = Plan.from_splits([Split((60, 36), (5, 3))], sequences=[2], num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs or more")
+    with Pool(2, backend="nccl") as started:
+        yield started
+
+
+def full_shard(out: Path, states: str, **extra: Any) -> dict[str, Any]:
+    sharded = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": states}}
+    saving = {"use_cpu": False, "save_strategy": "steps", "save_steps": 2}
+    return arguments(out, 1, 4, **saving, **sharded, **extra)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("states", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_full_shard_on_gpus_equals_one_process_and_resumes(
+    gpus: Pool, tmp_path: Path, states: str
+) -> None:
+    expected = alone(arguments(tmp_path, 1, 4), a_pass=2)
+    options = full_shard(tmp_path, states)
+    whole = gpus.run(planned, TWO, options)[0]
+    assert whole["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert whole["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    (tmp_path / "checkpoint-4").rename(tmp_path / "last")
+    resumed = gpus.run(planned, TWO, options, True)[0]
+    assert resumed["loss"][2:] == pytest.approx(whole["loss"][2:], rel=1e-5)
+    if states == "FULL_STATE_DICT":
+        first, second = (
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+            for name in ("last", "checkpoint-4")
+        )
+        for name, weights in first.items():
+            torch.testing.assert_close(second[name], weights, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.multigpu
+def test_bfloat16_on_gpus_stays_near(gpus: Pool, tmp_path: Path) -> None:
+    expected = alone(arguments(tmp_path, 1, 4), a_pass=2)["loss"]
+    found = gpus.run(planned, TWO, full_shard(tmp_path, "FULL_STATE_DICT", bf16=True))[0]["loss"]
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 # -------------------------------------------------------------------- TRL
@@ -270,33 +318,45 @@ def test_packed_sft_has_the_loss_curve_of_one_process(pool: Pool, tmp_path: Path
 # -------------------------------------------------------------------- what is refused
 
 
-def refusals(rank: int, folder: str) -> dict[str, str]:
-    """Worker: what each unsupported request raises."""
+def nothing(*_: Any, **__: Any) -> Any:
+    """Stand for a function that is not called."""
+
+
+def refused(rank: int, changed: dict[str, Any], extra: dict[str, Any], wrong_rank: int) -> str:
+    """Worker: what a Trainer raises that is asked for something unsupported on one rank."""
     in_a_world(rank)
     from hexiseq_triton.integrations.hf_trainer import PlannedTrainer
 
-    plain = arguments(Path(folder), 1, 1)
-    requests: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "metrics": ({}, {"compute_metrics": lambda _: {}}),
-        "loss": ({}, {"compute_loss_func": lambda *_, **__: 0.0}),
-        "smoothing": ({"label_smoothing_factor": 0.1}, {}),
-    }
-    found = {}
+    if rank != wrong_rank:
+        changed = {"output_dir": changed["output_dir"]}
+        extra = {}
+    args = transformers.TrainingArguments(**arguments(Path(), 1, 1) | changed)
     with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
-        for name, (changed, extra) in requests.items():
-            args = transformers.TrainingArguments(**plain | changed)
-            try:
-                PlannedTrainer(model(), args=args, context=context, **extra)
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
-    return found
+        try:
+            trainer = PlannedTrainer(
+                model(), args=args, train_dataset=rows(6, 0), context=context, **extra
+            )
+            trainer.train()
+        except HexiSeqError as error:
+            return f"{type(error).__name__}: {error}"
+    return "accepted"
 
 
-def test_what_would_be_dropped_is_refused(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(refusals, str(tmp_path))[0]
-    assert "InputError: compute_metrics needs logits" in found["metrics"]
-    assert "InputError: only plain cross entropy" in found["loss"]
-    assert "InputError: only plain cross entropy" in found["smoothing"]
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "compute_metrics needs logits": ({}, {"compute_metrics": nothing}),
+    "only plain cross entropy": ({}, {"compute_loss_func": nothing}),
+    "only plain cross entropy works": ({"label_smoothing_factor": 0.1}, {}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_be_dropped_is_refused_on_all_ranks(
+    pool: Pool, tmp_path: Path, message: str
+) -> None:
+    changed, extra = REFUSED[message]
+    found = pool.run(refused, {"output_dir": str(tmp_path)} | changed, extra, 1)
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"InputError: rank 1: {message}")
 
 
 # -------------------------------------------------------------------- rows

@@ -71,11 +71,14 @@ class DistributedAttention(nn.Module):
 
         Raises:
             InputError: if `layout` is missing, or something is asked for that is not supported.
+            PeerError: if another rank failed, with its message.
         """
         layout = kwargs.pop("layout", None)
-        self._check(query, batch_dim_idx, layout, args, kwargs)
+        with self.local_attn.context.guard():
+            self._check(query, batch_dim_idx, layout, args, kwargs)
+            rope = _rope(rotary_pos_emb)
         rows = [x.squeeze(batch_dim_idx) for x in (query, key, value)]
-        out: torch.Tensor = self.local_attn(*rows, layout, _rope(rotary_pos_emb))
+        out: torch.Tensor = self.local_attn(*rows, layout, rope)
         return out.unsqueeze(batch_dim_idx)
 
     def _check(

@@ -28,6 +28,7 @@ from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
+from hexiseq_triton.shard import shard as shard_rows
 
 NAME = "hexiseq"
 PADDING_TOKEN = 0
@@ -132,23 +133,27 @@ def shard(
         source: as in `ParallelContext.shard`.
 
     Raises:
-        InputError: if the batch is padded or malformed, or differs between ranks.
+        InputError: the same on all ranks of the replica, if the batch is padded or malformed on
+            any of them or differs between them.
     """
+    problem = None
     if batch is not None:
+        mask = batch.get("attention_mask")
+        if mask is not None and not bool(mask.all()):
+            problem = (
+                "attention_mask hides tokens; pack the documents without padding, for example with "
+                "DataCollatorWithFlattening"
+            )
         cu_seqlens = _documents(batch) if cu_seqlens is None else cu_seqlens
         dropped = (*_LENGTHS, "attention_mask", "position_ids")
         batch = {name: tensor for name, tensor in batch.items() if name not in dropped}
-    return HFBatch(context, context.shard(batch, cu_seqlens=cu_seqlens, source=source))
+    with context.guard():
+        rows = shard_rows(context, batch, cu_seqlens=cu_seqlens, source=source, problem=problem)
+    return HFBatch(context, rows)
 
 
 def _documents(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the bounds of the documents that the batch itself tells of."""
-    mask = batch.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise InputError(
-            "attention_mask hides tokens; pack the documents without padding, for example with "
-            "DataCollatorWithFlattening"
-        )
     bounds = batch.get("cu_seq_lens_q")
     if bounds is not None:
         return bounds.flatten()
@@ -184,7 +189,7 @@ def attention(
         query: [1, H, T, D].
         key: [1, H_kv, T, D].
         value: as key.
-        attention_mask: only None.
+        attention_mask: only None; `no_mask` lets through what it cannot leave out.
         scaling: multiplies q . k; D ** -0.5 if left out.
         dropout: only 0.0.
         sliding_window: tokens that a token sees, itself included.
@@ -197,7 +202,8 @@ def attention(
         The output, [1, T, H, D], and no attention weights.
 
     Raises:
-        InputError: if `hexiseq` is missing, or something is asked for that is not supported.
+        InputError: if `hexiseq` is missing, or something is asked for that is not supported; the
+            other ranks hear of the latter, while nothing leads from a call without it to them.
     """
     batch = arguments.get(NAME)
     if not isinstance(batch, HFBatch):
@@ -205,7 +211,8 @@ def attention(
             f"the model was called without {NAME}=; call it as model(**batch.inputs) with the "
             "batch of hexiseq_triton.integrations.hf.shard"
         )
-    _check(batch, query, key, attention_mask, dropout)
+    with batch.context.guard():
+        _check(batch, query, key, attention_mask, dropout)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = batch.num_tokens
     dtype = _compute_dtype(query)
@@ -238,7 +245,10 @@ def _check(
             f"attention dropout is {dropout}; it is not supported: set attention_dropout to 0.0"
         )
     if attention_mask is not None:
-        raise InputError("the model passes an attention mask or bias; only packed documents work")
+        raise InputError(
+            "attention_mask hides tokens or is a bias; only packed documents work: call the model "
+            "as model(**batch.inputs)"
+        )
     if key.shape[2] != query.shape[2]:
         raise InputError(
             f"{query.shape[2]} queries meet {key.shape[2]} keys; decoding with a KV cache is not "
@@ -264,11 +274,8 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
     return (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
-def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
-    """Make no mask: the layout knows the documents.
-
-    Raises:
-        InputError: if the model was called with a mask that hides tokens.
-    """
+def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> torch.Tensor | None:
+    """Make no mask, the layout knows the documents; attention refuses one that hides tokens."""
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise InputError("attention_mask hides tokens; call the model as model(**batch.inputs)")
+        return attention_mask
+    return None

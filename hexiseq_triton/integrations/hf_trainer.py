@@ -16,7 +16,7 @@ Only public methods of the Trainer are overridden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -49,21 +49,21 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
         arguments: the Trainer's own.
 
     Raises:
-        InputError: if the Trainer is asked for a loss, a wrapper or data that this cannot do.
+        InputError: the same on all ranks, if the Trainer is asked on any of them for a loss or a
+            wrapper that this cannot do.
     """
 
     def __init__(self, *arguments: Any, context: ParallelContext, **named: Any) -> None:
         hf.register()
         self.context = context
-        super().__init__(*arguments, **named)
+        with context.guard():
+            super().__init__(*arguments, **named)
+            _refuse_together(context, _unsupported(self))
         self.model.set_attn_implementation(hf.NAME)
         # the loss is the mean over the whole step already
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self._evaluated = (0.0, 0)  # loss sum, label tokens
-        problem = _unsupported(self)
-        if problem is not None:
-            raise InputError(problem)
 
     # ---------------------------------------------------------------- who reads which rows
 
@@ -80,7 +80,7 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
         strategy = getattr(self.args, "train_sampling_strategy", "random")
         by_length = getattr(self.args, "group_by_length", False)  # its older name
         if by_length or strategy not in ("random", "sequential"):
-            raise InputError("rows are grouped by length; use their random or sequential order")
+            self._refuse("rows are grouped by length; use their random or sequential order")
         if strategy == "random":
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
             rows.order = lambda: shuffled(rows.num_rows, seed, self._epoch(len(rows)))
@@ -96,7 +96,7 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
     def _rows(self, loader: DataLoader[Any], rows_a_sequence: int) -> ReplicaRows:
         dataset: Any = loader.dataset
         if isinstance(dataset, IterableDataset):
-            raise InputError(
+            self._refuse(
                 "the data set is a stream without length; replicas need to pick their rows: use a "
                 "data set with a length"
             )
@@ -174,13 +174,26 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
         Raises:
             InputError: always.
         """
-        raise InputError(
+        self._refuse(
             "predict would gather all logits; call model(**batch.inputs), then context.unshard"
         )
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Raise, and let the other ranks know why."""
+        with self.context.guard():
+            raise InputError(problem)
 
 
 class PlannedTrainer(PlannedTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers' Trainer under a plan."""
+
+
+def _refuse_together(context: ParallelContext, problem: str | None) -> None:
+    """Raise the same error on all ranks if one of them has a problem."""
+    answers = context.gather("trainer", problem or "")
+    found = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+    if found:
+        raise InputError("\n".join(found))
 
 
 def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:

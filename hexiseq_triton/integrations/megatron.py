@@ -132,14 +132,17 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise InputError(f"attention_dropout is {dropout}; it is not supported: set it to 0.0")
-        if attention_type != "self":
-            raise InputError(f"attention_type is {attention_type!r}; only 'self' is supported")
-        for name, fits in _FIXED.items():
-            if getattr(config, name, fits) != fits:
-                raise InputError(f"{name} is {getattr(config, name)!r}; set it to {fits!r}")
-        _refuse_splits(num_splits)
+        with context.guard():
+            if dropout:
+                raise InputError(
+                    f"attention_dropout is {dropout}; it is not supported: set it to 0.0"
+                )
+            if attention_type != "self":
+                raise InputError(f"attention_type is {attention_type!r}; only 'self' is supported")
+            for name, fits in _FIXED.items():
+                if getattr(config, name, fits) != fits:
+                    raise InputError(f"{name} is {getattr(config, name)!r}; set it to {fits!r}")
+            _refuse_splits(num_splits)
         self.context = context
         self.softmax_scale = softmax_scale
         self.window_size = _window(config, layer_number)
@@ -174,19 +177,23 @@ class DotProductAttention(nn.Module):
 
         Raises:
             InputError: if the batch is missing, or something is asked for that is not supported.
+            PeerError: if another rank failed, with its message.
         """
-        if attention_mask is not None:
-            raise InputError("attention_mask is given; only packed documents work: pass None")
-        if attention_bias is not None:
-            raise InputError("attention_bias is given; it is not supported: pass None")
-        _refuse_splits(num_splits)
-        carried = getattr(packed_seq_params, NAME, None)
-        if not isinstance(carried, _Carried):
-            raise InputError(
-                "packed_seq_params carry no batch; pass the model what "
-                "hexiseq_triton.integrations.megatron.carry returns"
-            )
-        is_thd = _is_thd(packed_seq_params.qkv_format, query)
+        with self.context.guard():
+            if attention_mask is not None:
+                raise InputError("attention_mask is given; only packed documents work: pass None")
+            if attention_bias is not None:
+                raise InputError("attention_bias is given; it is not supported: pass None")
+            _refuse_splits(num_splits)
+            carried = getattr(packed_seq_params, NAME, None)
+            if not isinstance(carried, _Carried):
+                raise InputError(
+                    "packed_seq_params carry no batch; pass the model what "
+                    "hexiseq_triton.integrations.megatron.carry returns"
+                )
+            is_thd = _is_thd(packed_seq_params.qkv_format, query)
+            mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+            causal = _is_causal(mask_type)
         q, k, v = (x if is_thd else x.squeeze(1) for x in (query, key, value))
         out = hexiseq_attention(
             q,
@@ -195,7 +202,7 @@ class DotProductAttention(nn.Module):
             self.context,
             carried.layout,
             softmax_scale=self.softmax_scale,
-            causal=_is_causal(self.attn_mask_type if attn_mask_type is None else attn_mask_type),
+            causal=causal,
             window_size=self.window_size,
             rope=carried.rope,
             deterministic=self.deterministic,

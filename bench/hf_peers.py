@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from multi_peers import Swap
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -70,17 +72,20 @@ def ulysses(pack: Pack) -> Iterator[Call]:
 
 @contextmanager
 def torch_cp(pack: Pack) -> Iterator[Call]:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     ids, labels, positions = (x[None].clone() for x in pack[:3])
     total = _labelled(labels)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     buffers = [ids, labels, positions]
     with context_parallel(
-        mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
+        _mesh(), buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
     ):
         yield {"input_ids": ids, "position_ids": positions, "use_cache": False}, labels[0], total
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
 def _labelled(labels: torch.Tensor) -> int:

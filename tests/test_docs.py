@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
+from commands import ROOT, blocks, lines
 
-ROOT = Path(__file__).resolve().parent.parent
+from hexiseq_triton.kernels.user_tables import load_sections
+
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-ON_THE_CPU = {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
+PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+RUN = ("index", "packed-data", "pytorch", "huggingface", "other-stacks", "whatif", "tuning")
+RUN_ELSEWHERE = ("add-a-gpu",)
+"""Pages that another file runs: test_add_a_gpu.py."""
 
 
 def run_page(page: Path, folder: Path) -> str:
     """Write the files of a page, whose first line names them; run its commands; return output."""
     printed = ""
-    for kind, content in BLOCK.findall(page.read_text(encoding="utf-8")):
+    for kind, content in blocks(page):
         if kind == "bash":
-            for line in content.splitlines():
-                printed += run(line, folder)
+            printed += "".join(commands.run(line, folder) for line in lines(content))
         else:
             name = content.splitlines()[0].removeprefix("# ")
             (folder / name).write_text(content, encoding="utf-8")
     return printed
-
-
-def run(line: str, folder: Path) -> str:
-    ran = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        env=os.environ | ON_THE_CPU,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
 
 
 def test_ten_minutes(tmp_path: Path) -> None:
@@ -85,6 +68,35 @@ def test_other_stacks(tmp_path: Path) -> None:
         ("2", "1, 848, 8, 16"),
         ("2", "848, 128"),
     ]
+
+
+def test_what_to_buy(tmp_path: Path) -> None:
+    printed = run_page(DOCS / "whatif.md", tmp_path)
+    for variant in ("as it is", "+ 8xH100, bandwidth x2", "without slow"):
+        assert variant in printed
+    assert (tmp_path / "frontier.png").exists()
+
+
+def test_tuning(tmp_path: Path) -> None:
+    (_, command), (kind, table) = blocks(DOCS / "tuning.md")
+    commands.parse(command)
+    assert kind == "yaml"
+    path = tmp_path / "launch_tables.yaml"
+    path.write_text(table, encoding="utf-8")
+    (section,) = load_sections(path)
+    assert sorted(section.tables) == ["forward", "grad_kv", "grad_q"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_runs_or_is_a_command_that_exists(page: str) -> None:
+    """Pages that need GPUs have commands alone; `text` is what commands print."""
+    for kind, content in blocks(DOCS / page):
+        if kind in ("bash", ""):
+            names_a_file = content.startswith("# ")
+            for line in () if names_a_file else lines(content):
+                commands.parse(line)
+        elif kind != "text":
+            assert page.removesuffix(".md") in (*RUN, *RUN_ELSEWHERE)
 
 
 @pytest.fixture(scope="module")

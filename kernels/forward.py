@@ -45,10 +45,10 @@ from hexiseq_triton.kernels.blocks import (
     work_item,
 )
 from hexiseq_triton.kernels.configs import Config
-from hexiseq_triton.kernels.forms import Form, bounded_blocks, form, forms
+from hexiseq_triton.kernels.forms import bounded_blocks, form, forms
+from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
-from hexiseq_triton.kernels.interned import Interned, interned
-from hexiseq_triton.kernels.launch import Launch
+from hexiseq_triton.kernels.interned import interned
 from hexiseq_triton.kernels.launch_tables import FORWARD, config_for
 from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, Segments
 from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
@@ -277,52 +277,32 @@ def attention_forward(
         raise ValueError("o is None; only a launch that is first and writes `out` needs no o")
     if sink is not None and out is None:
         raise ValueError("sink is given without `out`; it joins at the last launch only")
-    keys = forms((q, k, v, read, lse, written))
-    sink_form = None if sink is None else form(sink)
-    segments = interned(q_segments), interned(kv_segments)
-    last = out is not None
-    call = (heads, options, first, last, sm_margin)
+    f_q, f_k, f_v, f_read, f_lse, f_written = forms((q, k, v, read, lse, written))
+    call = ForwardCall(
+        f_q, f_k, f_v, f_read, f_lse, f_written, None if sink is None else form(sink),
+        interned(q_segments), interned(kv_segments), heads, options,
+        first, out is not None, sm_margin,
+    )  # fmt: skip
     if guard.runs("forward", q):
-        on_hopper = prepare_hopper(*keys, sink_form, *segments, *call)
+        on_hopper = prepare_hopper(call)
         if on_hopper is not None:
             on_hopper(q, k, v, read, lse, written, sink)
             return
     config = config_for(FORWARD, q, sm_margin)
-    launch = prepare_forward(*keys, sink_form, *segments, *call, config)
+    launch = prepare_forward(call, config)
     if launch is not None:
         launch(*forward_tensors(q, k, v, read, lse, written, sink))
 
 
 @lru_cache(maxsize=MOST_PREPARED)
-def prepare_hopper(
-    q: Form,
-    k: Form,
-    v: Form,
-    read: Form,
-    lse: Form,
-    written: Form,
-    sink: Form | None,
-    q_segments: Interned,
-    kv_segments: Interned,
-    heads: HeadMap,
-    options: AttentionOptions,
-    first: bool,
-    last: bool,
-    sm_margin: int,
-) -> Callable[..., None] | None:
+def prepare_hopper(call: ForwardCall) -> Callable[..., None] | None:
     """Check everything and return the Hopper kernel's launch, of (q, k, v, o, lse, out, sink).
 
     None where the copy engine can't take the tensors, or there is nothing to do.
     """
     from hexiseq_triton.kernels.hopper import forward as hopper  # needs Gluon
 
-    launch = _checked(q, k, v, read, lse, written, sink, heads, options, first, last)
-    if not launch.fits_descriptors(q, k, v):
-        return None
-    return hopper.prepare(
-        launch, q, k, v, read, lse, written, q_segments.segments, kv_segments.segments,
-        sink=sink, first=first, last=last, sm_margin=sm_margin,
-    )  # fmt: skip
+    return hopper.prepare(call)
 
 
 def forward_tensors(
@@ -339,28 +319,12 @@ def forward_tensors(
 
 
 @lru_cache(maxsize=MOST_PREPARED)
-def prepare_forward(
-    q: Form,
-    k: Form,
-    v: Form,
-    read: Form,
-    lse: Form,
-    written: Form,
-    sink: Form | None,
-    q_segments: Interned,
-    kv_segments: Interned,
-    heads: HeadMap,
-    options: AttentionOptions,
-    first: bool,
-    last: bool,
-    sm_margin: int,
-    config: Config,
-) -> Prepared | None:
+def prepare_forward(call: ForwardCall, config: Config) -> Prepared | None:
     """Check everything and return the launch; None where there is nothing to do."""
-    launch = _checked(q, k, v, read, lse, written, sink, heads, options, first, last)
+    launch, q, k, v = call.launch(), call.q, call.k, call.v
     tiles = query_tiles(
-        q_segments.segments, kv_segments.segments, options.mask, config.block_m, config.block_n,
-        q.device, keep_empty=first or last,
+        call.q_segments.segments, call.kv_segments.segments, call.options.mask,
+        config.block_m, config.block_n, q.device, keep_empty=call.first or call.last,
     )  # fmt: skip
     items = tiles.num_tiles * q.shape[1]
     if not items:
@@ -370,26 +334,26 @@ def prepare_forward(
     blocks = [x.blocks(rows) if descriptors else None for x, rows in cut]
     # only values that the mask takes out need their bound: scores of such keys are replaced
     blocks.append(bounded_blocks(v, config.block_n) if descriptors else None)
-    programs = config.num_programs(items, q.device, sm_margin)
+    programs = config.num_programs(items, q.device, call.sm_margin)
     scalars = (
         tiles.num_tiles,
         q.shape[1],
-        launch.kv_heads_together(k, 2, 1) * heads.q_per_kv,
+        launch.kv_heads_together(k, 2, 1) * call.heads.q_per_kv,
         *launch.scalars,
         *q.row_strides,
         *k.row_strides,
         *v.row_strides,
-        *read.row_strides,
-        lse.strides[0],
-        *written.row_strides,
+        *call.read.row_strides,
+        call.lse.strides[0],
+        *call.written.row_strides,
     )
     constants = {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         **launch.flags,
-        "FIRST": first,
-        "LAST": last,
-        "HAS_SINK": sink is not None,
+        "FIRST": call.first,
+        "LAST": call.last,
+        "HAS_SINK": call.sink is not None,
         "DESCRIPTORS": descriptors,
         "PERSISTENT": programs < items,
         "num_warps": config.num_warps,
@@ -399,28 +363,3 @@ def prepare_forward(
         _forward_kernel, (programs,), scalars, constants,
         tiles=tiles, blocks=[*blocks, None, None, None, None],
     )  # fmt: skip
-
-
-def _checked(
-    q: Form,
-    k: Form,
-    v: Form,
-    read: Form,
-    lse: Form,
-    written: Form,
-    sink: Form | None,
-    heads: HeadMap,
-    options: AttentionOptions,
-    first: bool,
-    last: bool,
-) -> Launch:
-    """Return the launch's common part; raise a ValueError that names what is not supported."""
-    launch = Launch(q, k, v, heads, options)
-    launch.expect("lse", lse, (q.shape[1], q.shape[0]), torch.float32)
-    if last:
-        launch.expect("out", written, tuple(q.shape))
-    if not (first and last):
-        launch.expect("o", read, tuple(q.shape), torch.float32)
-    if sink is not None:
-        launch.expect("sink", sink, (q.shape[1],), torch.float32)
-    return launch

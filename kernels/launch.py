@@ -94,10 +94,17 @@ class Launch:
         return {
             "HEAD_DIM": self.head_dim,
             "D": max(16, triton.next_power_of_2(self.head_dim)),
+            **self.score_flags,
+            "UPCAST": bool(triton.knobs.runtime.interpret),
+        }
+
+    @property
+    def score_flags(self) -> dict[str, bool]:
+        """Which sides the mask has, and whether scores are capped: compile-time arguments."""
+        return {
             "HAS_LEFT": self.options.mask.left is not None,
             "HAS_RIGHT": self.options.mask.right is not None,
             "SOFTCAP": self.options.softcap > 0.0,
-            "UPCAST": bool(triton.knobs.runtime.interpret),
         }
 
     def kv_heads_together(self, read: Form, num_tensors: int, per_kv: int) -> int:

@@ -36,9 +36,10 @@ _TILE_COST = 1.0  # what a tile costs besides its blocks
 
 @dataclass(frozen=True)
 class TileMap:
-    """A tile map in device memory."""
+    """A tile map in device memory, and as it was made on the host."""
 
     table: torch.Tensor
+    on_host: np.ndarray
     num_tiles: int
     ready: torch.cuda.Event | None
     stream: int
@@ -102,12 +103,12 @@ def _cached_map(
     )
     host = torch.from_numpy(table)
     if device.type != "cuda":
-        return TileMap(host, num_tiles, None, 0)
+        return TileMap(host, table, num_tiles, None, 0)
     with torch.cuda.device(device):
         copy = host.pin_memory().to(device, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return TileMap(copy, num_tiles, ready, torch.cuda.current_stream().cuda_stream)
+        return TileMap(copy, table, num_tiles, ready, torch.cuda.current_stream().cuda_stream)
 
 
 def build_map(

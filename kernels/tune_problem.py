@@ -12,6 +12,7 @@ from hexiseq_triton.kernels.configs import Config
 from hexiseq_triton.kernels.delta import row_dots
 from hexiseq_triton.kernels.forms import forms
 from hexiseq_triton.kernels.forward import forward_tensors, prepare_forward
+from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.grad_kv import prepare_grad_kv
 from hexiseq_triton.kernels.grad_q import prepare_grad_q
 from hexiseq_triton.kernels.interned import interned
@@ -57,10 +58,12 @@ class Problem:
         """Return the launch of a kernel under `config`, and what runs it on the tensors."""
         if table == "forward":
             used = (self.q, self.k, self.v, self.out, self.lse, self.out)
-            launch = prepare_forward(
-                *forms(used), None, self._segments, self._segments, self._heads,
-                self._options, first=True, last=True, sm_margin=0, config=config,
+            q, k, v, out, lse, _ = forms(used)
+            call = ForwardCall(
+                q, k, v, out, lse, out, None, self._segments, self._segments, self._heads,
+                self._options, first=True, last=True, sm_margin=0,
             )  # fmt: skip
+            launch = prepare_forward(call, config)
             assert launch is not None, "a problem has tokens"
             return launch, partial(launch, *forward_tensors(*used))
         written: tuple[torch.Tensor, ...]

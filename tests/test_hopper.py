@@ -18,10 +18,11 @@ from kernel_runs import DEVICE, ON_CARD, Case, chunks_of
 
 from hexiseq_triton.kernels.backward import attention_backward
 from hexiseq_triton.kernels.delta import row_dots
-from hexiseq_triton.kernels.forms import form
+from hexiseq_triton.kernels.forms import forms
+from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.kernels.hopper.order import work_order
-from hexiseq_triton.kernels.launch import Launch
+from hexiseq_triton.kernels.interned import interned
 from hexiseq_triton.kernels.tilemap import TILE_FIELDS, build_map
 from hexiseq_triton.segments import Mask, whole_documents
 
@@ -173,12 +174,11 @@ def gradients(case: Case, num_chunks: int, repeatable: bool) -> list[torch.Tenso
     for i, (rows, segments) in enumerate(chunks):
         last = i == num_chunks - 1
         tensors = (q, k[rows], v[rows], o, lse, out if last else o)
-        forms = [form(x) for x in tensors]
-        launch = Launch(*forms[:3], *case.call)
-        run = forward.prepare(
-            launch, *forms, case.segments, segments,
-            sink=None, first=i == 0, last=last, sm_margin=0,
+        call = ForwardCall(
+            *forms(tensors), None, interned(case.segments), interned(segments), *case.call,
+            first=i == 0, last=last, sm_margin=0,
         )  # fmt: skip
+        run = forward.prepare(call)
         assert run is not None
         run(*tensors)
     delta = row_dots(do, out)

@@ -18,10 +18,11 @@ import torch
 from kernel_runs import DEVICE, ON_CARD
 
 from hexiseq_triton.kernels import AttentionOptions, HeadMap
-from hexiseq_triton.kernels.forms import form
+from hexiseq_triton.kernels.forms import form, forms
 from hexiseq_triton.kernels.forward import attention_forward
+from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
-from hexiseq_triton.kernels.launch import Launch
+from hexiseq_triton.kernels.interned import interned
 from hexiseq_triton.kernels.options import PlacedSegment
 from hexiseq_triton.segments import Mask, whole_documents
 
@@ -115,13 +116,13 @@ class Layout:
         for i, keys in enumerate(self._chunks):
             first, last = i == 0, i == len(self._chunks) - 1
             tensors = (self._q, self._k, self._v, o, lse, out if last else o)
-            forms = [form(x) for x in tensors]
             sink = self._sink if last else None
-            run = forward.prepare(
-                Launch(*forms[:3], *self._call), *forms, self._segments, keys,
-                sink=None if sink is None else form(sink),
+            call = ForwardCall(
+                *forms(tensors), None if sink is None else form(sink),
+                interned(self._segments), interned(keys), *self._call,
                 first=first, last=last, sm_margin=self._sm_margin,
             )  # fmt: skip
+            run = forward.prepare(call)
             if run is not None:  # else no query sees a key of this chunk
                 run(*tensors, sink)
         return out, lse

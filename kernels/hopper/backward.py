@@ -1,18 +1,23 @@
 """Fused attention backward for Hopper: dQ, dK and dV in one warp-specialised kernel, or dK and dV.
 
-A program walks key tiles. Two consumers own 64 keys each and see the same blocks of 64 queries, of
-all query heads that share the KV head; a producer warp loads the blocks. Per block, in transposed
-form, so that p and ds are operands straight from registers:
+A program walks key tiles. Two consumers own 64 keys each and see the same blocks of queries, 64 of
+them at head dimension 128 and 128 at 64, of all query heads that share the KV head; a producer warp
+loads the blocks. Per block, in transposed form, so that p and ds are operands straight from
+registers:
 
     s^T = k q^T,  p^T = exp(s^T - lse),  dp^T = v do^T,  ds^T = p^T (dp^T - delta)
     dv += p^T do,  dk += ds^T q          by the owner of the keys
     dq^T = k^T ds^T                      half of it by either consumer
 
 Each consumer needs the ds of the other for its half of dq, which is 64 columns at head dimension
-128 and 32 queries at 64: they meet in shared memory. dq of a block is computed one block late, so
+128 and 64 queries at 64: they meet in shared memory. dq of a block is computed one block late, so
 that nobody waits and the tensor cores work while ds is formed. The copy engine adds it to memory,
 in float32, in any order: its last bits differ from run to run. Without dq (`grad_kv`, for the split
 form) every sum has one order.
+
+Threads meet at named barriers (named.py). Nobody arrives again too early: a consumer writes ds of a
+block after it has met the other one over the block before, and waits for its stage of queries to be
+filled again, which is after all have given it back.
 
 A program takes the next tile of the order in order.py when it is done with one, and walks its
 queries in the direction that this order says, so that q, do and dq stay in the L2 cache.
@@ -36,6 +41,7 @@ from hexiseq_triton.kernels.hopper.api import (
     gl,
     gluon,
     mbarrier,
+    partition_barrier,
     tma,
     tma_add,
     warpgroup_mma,
@@ -50,8 +56,15 @@ from hexiseq_triton.kernels.hopper.blocks import (
     store_rows,
 )
 from hexiseq_triton.kernels.hopper.guard import Guarded
-from hexiseq_triton.kernels.hopper.key_work import key_work
+from hexiseq_triton.kernels.hopper.key_work import (
+    constants_of,
+    key_work,
+    loaded_blocks,
+    scalars_of,
+)
+from hexiseq_triton.kernels.hopper.named import ALL, CONSUMERS, arrive, meet, meet_if
 from hexiseq_triton.kernels.hopper.producer import (
+    QUERIES_FREE,
     get,
     heads_of,
     num_blocks,
@@ -63,6 +76,8 @@ from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 
 KEYS = gl.constexpr(64)  # keys of a consumer
 COLUMNS = gl.constexpr(64)  # of dq that a consumer computes
+DS_FULL = gl.constexpr(4)
+"""The named barrier of the first consumer's ds in its first place; the others follow."""
 
 
 @gluon.jit
@@ -81,11 +96,10 @@ def _grad_q(W: gl.constexpr, keys, ds, zeros):
 
 @gluon.jit
 def _add_grad_q(dq_rows, dq, staged, row, num_rows, column, softmax_scale, EARLY: gl.constexpr):
-    """Let the copy engine add dq^T [columns, queries] to `num_rows` rows in memory, once its last
-    addition has read what it adds."""
+    """Let the copy engine add dq^T [columns, queries] to `num_rows` rows in memory. Its last
+    addition must have read what it adds."""
     if not EARLY:
         dq = dq * softmax_scale
-    tma.store_wait(0)
     staged.permute((1, 0)).store(dq)
     fence_async_shared()
     tma_add(dq_rows, bounded_at(dq_rows, row, num_rows, column), four_dimensional(staged, dq_rows))
@@ -96,7 +110,7 @@ def _consume(
     W: gl.constexpr, dk, dv, dq_rows, tile_map, work,
     keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
     exchanged, staged_all,
-    kv_full, kv_free, q_full, do_full, q_free, ds_full,
+    kv_full, kv_free, q_full, do_full,
     num_tiles, num_heads, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_dkt, stride_dkh, stride_dvt, stride_dvh,
@@ -115,15 +129,14 @@ def _consume(
     FIRST_ROW: gl.constexpr = W * QUERIES if D == COLUMNS else 0
     FIRST_COLUMN: gl.constexpr = 0 if D == COLUMNS else W * COLUMNS
     EARLY: gl.constexpr = scales_early(DTYPE)
+    LATE: gl.constexpr = BLOCK_M > KEYS  # dp after p, where both do not fit the registers
+    SLOTS: gl.constexpr = STAGES + 1
+    MY_DS: gl.constexpr = DS_FULL + W * SLOTS
+    OTHER_DS: gl.constexpr = DS_FULL + (1 - W) * SLOTS
     staged = staged_all.index(W)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, SL)
     no_dq = gl.zeros([COLUMNS, QUERIES], gl.float32, QL)
-    stage = 0
-    phase = 0
-    slot = 0  # where this block's ds is exchanged, and its parity ...
-    slot_phase = 0
-    old_slot = 2  # ... and the same of the block before
-    old_phase = 1
+    begin = 0  # blocks so far
     turn = 0
     mbarrier.wait(kv_full, 0)
     tile = get(work.index(0))
@@ -131,39 +144,48 @@ def _consume(
         kv_head = get(work.index(1))
         k_row, k_rows, _position, full_begin, _border, edge_end = load_tile(tile_map, tile)
         _head, group = heads_of(kv_head, num_heads, q_head_start, q_per_kv)
-        blocks = num_blocks(tile_map, num_tiles, full_begin, edge_end, BLOCK_M) * group
+        end = begin + num_blocks(tile_map, num_tiles, full_begin, edge_end, BLOCK_M) * group
         dk_block = gl.zeros([KEYS, D], gl.float32, AL)
         dv_block = gl.zeros([KEYS, D], gl.float32, AL)
-        old_place = 0
-        old_count = 0
-        old_column = 0
-        for i in range(blocks):
+        for n in range(begin, end):
             # 0, which the compiler must not know: it would keep 24 descriptors in registers
-            o = i >> 30
+            o = n >> 30
+            stage = n % STAGES
+            phase = n // STAGES & 1
+            slot = n % SLOTS
+            old_slot = (n + STAGES) % SLOTS
             k_mine = keys.index(o).slice(W * KEYS, KEYS, 0)
             v_mine = values.index(o).slice(W * KEYS, KEYS, 0)
             mbarrier.wait(q_full.index(stage), phase)
             s = warpgroup_mma(
                 k_mine, queries.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
-            mbarrier.wait(do_full.index(stage), phase)
-            dp = warpgroup_mma(
-                v_mine, grads.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            s = warpgroup_mma_wait(1, deps=(s,))
+            if not LATE:
+                mbarrier.wait(do_full.index(stage), phase)
+                dp = warpgroup_mma(
+                    v_mine, grads.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+            s = warpgroup_mma_wait(0 if LATE else 1, deps=(s,))
             p, weight = probabilities(
                 s, lses.index(stage).load(CL), get(diagonals.index(stage)), W * KEYS, k_rows,
                 scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
             )  # fmt: skip
-            place = get(places.index(stage)) + FIRST_ROW
-            count = get(counts.index(stage)) - FIRST_ROW
-            column = get(columns.index(stage)) + FIRST_COLUMN
             pb = gl.convert_layout(p, PL)
+            if LATE:
+                mbarrier.wait(do_full.index(stage), phase)
+                dp = warpgroup_mma(
+                    v_mine, grads.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
             if FUSED:
                 # dq of the block before; for a tile's first block a product that nobody reads
-                mbarrier.wait(ds_full.index(old_slot), old_phase)
+                meet_if(n > begin, OTHER_DS + old_slot, CONSUMERS)
                 dq = _grad_q(W, keys.index(o), exchanged.index(old_slot), no_dq)
-            dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
+            if not LATE:
+                dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
+            if FUSED:
+                # the last addition has read its place, and all warps meet: ds needs that too
+                tma.store_wait(0)
             dp = warpgroup_mma_wait(2 if FUSED else 1, deps=(dp,))
             # from 16 bits: in float32 it would take 16 more registers
             row_delta = deltas.index(stage).load(CL)[None, :]
@@ -172,35 +194,31 @@ def _consume(
             if FUSED:
                 exchanged.index(slot).slice(W * KEYS, KEYS, 0).store(ds)
                 fence_async_shared()
-                mbarrier.arrive(ds_full.index(slot), count=1)
+                arrive(MY_DS + slot, CONSUMERS)
             ds = gl.convert_layout(ds, PL)
             dk_next = warpgroup_mma(ds, queries.index(stage), dk_block, is_async=True)
             if FUSED:
-                dq = warpgroup_mma_wait(2, deps=(dq,))
-                if i > 0:
-                    _add_grad_q(
-                        dq_rows, dq, staged, old_place, old_count, old_column, softmax_scale, EARLY
-                    )
+                dq = warpgroup_mma_wait(1 if LATE else 2, deps=(dq,))
+                # of what nobody reads 0 rows are added
+                count = gl.where(n > begin, get(counts.index(old_slot)) - FIRST_ROW, 0)
+                _add_grad_q(
+                    dq_rows, dq, staged, get(places.index(old_slot)) + FIRST_ROW, count,
+                    get(columns.index(old_slot)) + FIRST_COLUMN, softmax_scale, EARLY,
+                )  # fmt: skip
             dk_block, dv_block, pb, ds = warpgroup_mma_wait(0, deps=(dk_next, dv_next, pb, ds))
-            mbarrier.arrive(q_free.index(stage), count=1)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-            old_slot = slot
-            old_phase = slot_phase
-            slot += 1
-            if slot == 3:
-                slot = 0
-                slot_phase ^= 1
-            old_place = place
-            old_count = count
-            old_column = column
-        if FUSED and blocks > 0:
-            mbarrier.wait(ds_full.index(old_slot), old_phase)
+            arrive(QUERIES_FREE + stage, ALL)
+        if FUSED and end > begin:
+            old_slot = (end + STAGES) % SLOTS
+            meet(OTHER_DS + old_slot, CONSUMERS)
             dq = _grad_q(W, keys.index(0), exchanged.index(old_slot), no_dq)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            _add_grad_q(dq_rows, dq, staged, old_place, old_count, old_column, softmax_scale, EARLY)
+            tma.store_wait(0)
+            _add_grad_q(
+                dq_rows, dq, staged, get(places.index(old_slot)) + FIRST_ROW,
+                get(counts.index(old_slot)) - FIRST_ROW,
+                get(columns.index(old_slot)) + FIRST_COLUMN, softmax_scale, EARLY,
+            )  # fmt: skip
+        begin = end
         # read again, rather than held in registers meanwhile
         kv_head = get(work.index(1))
         k_row, k_rows, _position, full_begin, _border, edge_end = load_tile(
@@ -244,39 +262,39 @@ def _backward_kernel(
     grads = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, D], rows_layout)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work = gl.allocate_shared_memory(gl.int32, [2, 1], one)
-    counts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
-    places = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
-    columns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
+    counts = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
+    places = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
+    columns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
     diagonals = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], one)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], one)
     QUERIES: gl.constexpr = BLOCK_M if D > COLUMNS else BLOCK_M // 2
     # the queries of a consumer are whole bands of the swizzle
     halves: gl.constexpr = gl.NVMMASharedLayout(2 * QUERIES, element_bitwidth=16, rank=2)
-    exchanged = gl.allocate_shared_memory(DTYPE, [3, 2 * KEYS, BLOCK_M], halves)
+    exchanged = gl.allocate_shared_memory(DTYPE, [STAGES + 1, 2 * KEYS, BLOCK_M], halves)
     staged = gl.allocate_shared_memory(gl.float32, [2, QUERIES, COLUMNS], sums_layout)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bl)
     kv_free = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
-    ds_full = gl.allocate_shared_memory(gl.int64, [3, 1], bl)
+    # where a program's first block adds the product that nobody reads: anywhere in dq
+    nowhere = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    places.index(STAGES).store(nowhere)
+    columns.index(STAGES).store(nowhere)
     mbarrier.init(kv_full, count=2)  # the copy, and then the work item
     mbarrier.init(kv_free, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=2)  # the copy, and then lse and delta
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=2)
-    for i in gl.static_range(3):
-        mbarrier.init(ds_full.index(i), count=2)
+    partition_barrier()  # here, or the compiler puts one into the first consumer's loop
     gl.warp_specialize(
         [
             (_consume, (
                 0, dk, dv, dq, tile_map, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
                 exchanged, staged,
-                kv_full, kv_free, q_full, do_full, q_free, ds_full,
+                kv_full, kv_free, q_full, do_full,
                 num_tiles, num_heads, q_head_start, q_per_kv,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
@@ -286,7 +304,7 @@ def _backward_kernel(
                 1, dk, dv, dq, tile_map, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
                 exchanged, staged,
-                kv_full, kv_free, q_full, do_full, q_free, ds_full,
+                kv_full, kv_free, q_full, do_full,
                 num_tiles, num_heads, q_head_start, q_per_kv,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
@@ -295,7 +313,7 @@ def _backward_kernel(
             (produce, (
                 q, k, v, do, lse, delta, items, counter, tile_map, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
-                kv_full, kv_free, q_full, do_full, q_free,
+                kv_full, kv_free, q_full, do_full,
                 num_items, num_tiles, num_heads, q_head_start, q_per_kv,
                 softmax_scale, stride_qh, stride_kh, stride_vh, stride_doh, stride_row, stride_dqh,
                 BLOCK_M, STAGES,
@@ -306,18 +324,23 @@ def _backward_kernel(
     )  # fmt: skip
 
 
-CONFIG = Config(64, 2 * KEYS.value, 4, 2, descriptors=True)
+CONFIGS = {
+    64: Config(128, 2 * KEYS.value, 4, 2, descriptors=True),
+    128: Config(64, 2 * KEYS.value, 4, 2, descriptors=True),
+}
+"""By head dimension."""
 
 
 def queries_of(head_dim: int) -> int:
     """Return of how many queries of a block a consumer computes dq."""
-    return CONFIG.block_m if head_dim > COLUMNS.value else CONFIG.block_m // 2
+    block_m = CONFIGS[head_dim].block_m
+    return block_m if head_dim > COLUMNS.value else block_m // 2
 
 
 def takes(inputs: BackwardInputs, dq: torch.Tensor | None) -> bool:
     """Return whether the copy engine can read these tensors, and add to dq if given."""
     added = dq is None or dq.dtype != torch.float32 or inputs.launch.fits_descriptors(form(dq))
-    return inputs.uses_descriptors(CONFIG) and added
+    return inputs.uses_descriptors(CONFIGS[128]) and added
 
 
 def grad_fused(
@@ -370,36 +393,25 @@ def _launch(
 @lru_cache(maxsize=MOST_PREPARED)
 def _prepare(inputs: BackwardInputs, dq: Form | None) -> tuple[Guarded, torch.Tensor] | None:
     """Return the launch and the order of its work items; None where there is nothing to do."""
-    work = key_work(inputs, CONFIG)
+    launch = inputs.launch
+    config = CONFIGS[launch.head_dim]
+    work = key_work(inputs, config)
     if work is None:
         return None
-    launch, flags = inputs.launch, inputs.launch.flags
     scalars = (
         work.num_items,
         work.tiles.num_tiles,
         launch.num_heads,
-        *launch.scalars,
-        launch.options.softmax_scale,
-        *inputs.strides[1:8:2],
-        inputs.strides[8],
+        *scalars_of(inputs),
         0 if dq is None else dq.row_strides[1],
         *inputs.dk.row_strides,
         *inputs.dv.row_strides,
     )
     constants = {
-        "BLOCK_M": CONFIG.block_m,
-        "D": launch.head_dim,
-        "STAGES": CONFIG.num_stages,
-        "HAS_LEFT": flags["HAS_LEFT"],
-        "HAS_RIGHT": flags["HAS_RIGHT"],
-        "SOFTCAP": flags["SOFTCAP"],
+        "BLOCK_M": config.block_m,
         "FUSED": dq is not None,
-        "ACCUMULATE": inputs.accumulate,
-        "num_warps": CONFIG.num_warps,
+        **constants_of(inputs, config),
     }
-    loaded = [
-        with_layout(x, inputs.q.dtype) for x in inputs.bounded_blocks(CONFIG)[:4] if x is not None
-    ]
     added = None
     if dq is not None:
         cut = bounded_blocks(dq, queries_of(launch.head_dim))
@@ -408,7 +420,7 @@ def _prepare(inputs: BackwardInputs, dq: Form | None) -> tuple[Guarded, torch.Te
     prepared = Prepared(
         _backward_kernel, (work.num_programs,), scalars, constants,
         tiles=work.tiles,
-        blocks=[*loaded, None, None, added, *[None] * 4],
+        blocks=[*loaded_blocks(inputs, config), None, None, added, *[None] * 4],
     )  # fmt: skip
     direction = "grad_kv" if dq is None else "backward"
     return Guarded(prepared, direction, inputs.q.dtype, launch.head_dim), work.items

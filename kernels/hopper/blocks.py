@@ -214,19 +214,3 @@ def packed(p, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [p], dtype=gl.float16, is_pure=True, pack=2
         )
-
-
-@gluon.jit
-def take_turn(ID: gl.constexpr):
-    """Wait at a named barrier of two warpgroups until the other one has passed the turn."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,n", [ID], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def pass_turn(ID: gl.constexpr):
-    """Let the other warpgroup go on at its named barrier."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,n", [ID], dtype=gl.int32, is_pure=False, pack=1
-    )

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from hexiseq_triton.kernels.blocks import VARYING
 from hexiseq_triton.kernels.configs import num_sms
 from hexiseq_triton.kernels.forms import Form, bounded_blocks
+from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.kernels.hopper.api import (
     fence_async_shared,
@@ -55,19 +56,30 @@ from hexiseq_triton.kernels.hopper.blocks import (
     load_span,
     load_tile,
     num_items,
-    pass_turn,
     store_rows,
-    take_turn,
     thread_columns,
     work_item,
 )
+from hexiseq_triton.kernels.hopper.forward_producer import (
+    KEYS_FREE,
+    QUERIES_FREE,
+    ROWS,
+    VALUES_FREE,
+    give_back,
+    names_barriers,
+    produce,
+)
+from hexiseq_triton.kernels.hopper.named import (
+    ALL,
+    CONSUMER_AND_PRODUCER,
+    pass_turn,
+    take_turn,
+)
 from hexiseq_triton.kernels.hopper.softmax import first_step, rescale, softmax_step
 from hexiseq_triton.kernels.launch import Launch
-from hexiseq_triton.kernels.options import Segments
 from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
 
-ROWS = gl.constexpr(64)  # query rows of a consumer
 IN_REGISTERS = gl.constexpr(128)  # the largest head dimension whose queries stay in registers
 
 
@@ -75,73 +87,6 @@ IN_REGISTERS = gl.constexpr(128)  # the largest head dimension whose queries sta
 def _layout(rows):
     """Return the layout in shared memory of the blocks of a descriptor [1, 1, ROWS, D]."""
     return gl.NVMMASharedLayout.get_default_for(rows.block_shape[2:], rows.dtype)
-
-
-@gluon.jit
-def _load_keys(
-    k, v, keys, values, k_full, k_free, v_full, v_free, row, num_rows, k_column, v_column, at,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy keys and values [row, row + BLOCK_N) of one head into stage `at % STAGES`.
-
-    Only values must stop at `num_rows`: scores of keys that are none are replaced.
-    """
-    stage = at % STAGES
-    free = ((at // STAGES) & 1) ^ 1
-    mbarrier.wait(k_free.index(stage), free)
-    mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [row, k_column], k_full.index(stage), keys.index(stage))
-    mbarrier.wait(v_free.index(stage), free)
-    mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-    copy_rows(v, row, num_rows, v_column, v_full.index(stage), values.index(stage))
-
-
-@gluon.jit
-def _produce(
-    q, k, v, tile_map, queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free,
-    num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
-    stride_qh, stride_kh, stride_vh,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    at = 0
-    for turn in range(num_items(num_tiles * num_heads, programs, program)):
-        tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
-        row, _rows, _position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
-        kv_head = (q_head_start + head) // q_per_kv - q_head_start // q_per_kv
-        k_column = kv_head * stride_kh
-        v_column = kv_head * stride_vh
-        for w in gl.static_range(2):
-            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q, [row + w * ROWS, head * stride_qh], q_full.index(w), queries.index(w)
-            )
-        k_row, k_rows, _position = first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end)
-        _load_keys(
-            k, v, keys, values, k_full, k_free, v_full, v_free,
-            k_row, k_rows, k_column, v_column, at, STAGES,
-        )  # fmt: skip
-        at += 1
-        # of this span the first block is there; not a variable that loops carry: see the traps
-        first = gl.where(edge_begin < edge_end, edge_begin, full_begin)
-        for span in range(edge_begin, edge_end):
-            k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
-            for offset in range(gl.where(span == first, BLOCK_N, 0), k_rows, BLOCK_N):
-                _load_keys(
-                    k, v, keys, values, k_full, k_free, v_full, v_free,
-                    k_row + offset, k_rows - offset, k_column, v_column, at, STAGES,
-                )  # fmt: skip
-                at += 1
-        for span in range(full_begin, edge_begin):
-            k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
-            for offset in range(gl.where(span == first, BLOCK_N, 0), k_rows, BLOCK_N):
-                _load_keys(
-                    k, v, keys, values, k_full, k_free, v_full, v_free,
-                    k_row + offset, k_rows - offset, k_column, v_column, at, STAGES,
-                )  # fmt: skip
-                at += 1
 
 
 @gluon.jit
@@ -174,7 +119,7 @@ def _attend(
     keys, values, k_full, k_free, v_full, v_free,
     low, high, k_rows, k_position, scale, cap_scale, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr, EXACT: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     """Take the scores of block `at + 1`, and add what block `at` gives to acc."""
     DTYPE: gl.constexpr = keys.dtype
@@ -195,14 +140,14 @@ def _attend(
     )
     pass_turn(9 - W)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_free.index(next_stage), count=1)
+    give_back(KEYS_FREE, next_stage, k_free, ALL, NAMED)
     s = _seen_scores(
         s, low, high, k_rows, k_position, scale, cap_scale, cap, MASKED, HAS_LEFT, SOFTCAP
     )
     p, factor, m, total = softmax_step(s, m, total, scale, DTYPE, EXACT, IN_HALVES)
     mbarrier.wait(v_full.index(next_stage), next_phase)  # needed in the next step; for the compiler
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_free.index(stage), count=1)
+    give_back(VALUES_FREE, stage, v_free, ALL, NAMED)
     return acc, p, factor, m, total
 
 
@@ -225,6 +170,7 @@ def _consume(
     DTYPE: gl.constexpr = keys.dtype
     SMALL: gl.constexpr = D <= IN_REGISTERS
     JOINS: gl.constexpr = SMALL and not FIRST  # the old state, by way of shared memory
+    NAMED: gl.constexpr = names_barriers(D)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SL)
     programs = gl.num_programs(0)
     program = gl.program_id(0)
@@ -249,9 +195,9 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_free.index(stage), count=1)
+        give_back(KEYS_FREE, stage, k_free, ALL, NAMED)
         if SMALL:  # only after a product has used them: see the traps
-            mbarrier.arrive(q_free.index(W), count=1)
+            give_back(QUERIES_FREE, W, q_free, CONSUMER_AND_PRODUCER, NAMED)
         if JOINS:
             tma.store_wait(0)  # the previous tile's state has left
             partition_barrier()
@@ -275,7 +221,7 @@ def _consume(
                     W, q, zeros, acc, p, factor, m, total, at,
                     keys, values, k_full, k_free, v_full, v_free,
                     low, high, k_rows - offset, k_position + offset, scale, cap_scale, cap,
-                    True, HAS_LEFT, SOFTCAP, EXACT, STAGES,
+                    True, HAS_LEFT, SOFTCAP, EXACT, STAGES, NAMED,
                 )  # fmt: skip
                 at += 1
             begin = 0
@@ -288,7 +234,7 @@ def _consume(
                 W, q, zeros, acc, p, factor, m, total, at,
                 keys, values, k_full, k_free, v_full, v_free,
                 low, high, 0, 0, scale, cap_scale, cap,
-                False, HAS_LEFT, SOFTCAP, EXACT, STAGES,
+                False, HAS_LEFT, SOFTCAP, EXACT, STAGES, NAMED,
             )  # fmt: skip
             at += 1
 
@@ -301,7 +247,7 @@ def _consume(
             gl.convert_layout(p, PL, assert_trivial=True), values.index(stage), acc, is_async=True
         )
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_free.index(stage), count=1)
+        give_back(VALUES_FREE, stage, v_free, ALL, NAMED)
         at += 1
 
         top = gl.convert_layout(gl.max(m, 1), RL)
@@ -349,7 +295,7 @@ def _consume(
         if not SMALL:  # the output passes through the place of the queries
             if STAGED:
                 tma.store_wait(0)
-            mbarrier.arrive(q_free.index(W), count=1)
+            give_back(QUERIES_FREE, W, q_free, CONSUMER_AND_PRODUCER, NAMED)
     if STAGED:
         tma.store_wait(0)
 
@@ -409,11 +355,11 @@ def _forward_kernel(
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
                 BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
-            (_produce, (
+            (produce, (
                 q, k, v, tile_map, queries, keys, values,
                 q_full, q_free, k_full, k_free, v_full, v_free,
                 num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
-                stride_qh, stride_kh, stride_vh, BLOCK_N, STAGES,
+                stride_qh, stride_kh, stride_vh, BLOCK_N, STAGES, names_barriers(D),
             )),
         ],
         [4, 1],
@@ -435,47 +381,30 @@ TILES = {64: Tile(128, 2), 128: Tile(128, 2), 256: Tile(64, 2)}
 L2_BYTES = 42e6  # of the 50 MB of L2, for keys and values of the heads that run together
 
 
-def prepare(
-    launch: Launch,
-    q: Form,
-    k: Form,
-    v: Form,
-    o: Form,
-    lse: Form,
-    out: Form,
-    q_segments: Segments,
-    kv_segments: Segments,
-    *,
-    sink: Form | None,
-    first: bool,
-    last: bool,
-    sm_margin: int,
-) -> Callable[..., None] | None:
-    """Return what takes (q, k, v, o, lse, out, sink) and does the work of `attention_forward` in
-    kernels/forward.py; None where the copy engine can't take o or out, or nothing is to do.
+def prepare(call: ForwardCall) -> Callable[..., None] | None:
+    """Check everything and return what takes (q, k, v, o, lse, out, sink) and does the call; None
+    where the copy engine can't take a tensor, or nothing is to do.
 
-    Args:
-        launch: q, k and v, checked, with their heads and options.
-        q, k, v, lse: forms of the tensors, checked.
-        o: the state to read; not read if `first`.
-        out: what to write, the state or the output.
-        sink: checked; None where there is none, which is then not passed either.
-        q_segments, kv_segments, first, sm_margin: as there.
-        last: `out` is the output.
+    A sink is passed if the call has one.
     """
+    launch = call.launch()
+    q, k, v, o, lse, out, *_ = call
+    if not launch.fits_descriptors(q, k, v):
+        return None
     tile = TILES[launch.head_dim]
     tiles = query_tiles(
-        q_segments, kv_segments, launch.options.mask, 2 * ROWS.value, tile.block_n, q.device,
-        keep_empty=first or last,
+        call.q_segments.segments, call.kv_segments.segments, call.options.mask,
+        2 * ROWS.value, tile.block_n, q.device, keep_empty=call.first or call.last,
     )  # fmt: skip
     items = tiles.num_tiles * launch.num_heads
     if not items:
         return None
     small = launch.head_dim <= IN_REGISTERS.value
-    staged = (small or (first and out.dtype.itemsize == 2)) and launch.fits_descriptors(out)
-    if small and not (staged and (first or launch.fits_descriptors(o))):
+    joins = small and not call.first
+    staged = small or (call.first and out.dtype.itemsize == 2)
+    staged = staged and launch.fits_descriptors(out)
+    if small and not (staged and (call.first or launch.fits_descriptors(o))):
         return None
-    flags = launch.flags
     scalars = (
         tiles.num_tiles,
         launch.num_heads,
@@ -492,10 +421,10 @@ def prepare(
         "BLOCK_N": tile.block_n,
         "D": launch.head_dim,
         "STAGES": tile.stages,
-        **{name: flags[name] for name in ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP")},
-        "FIRST": first,
+        **launch.score_flags,
+        "FIRST": call.first,
         "STAGED": staged,
-        "HAS_SINK": sink is not None,
+        "HAS_SINK": call.sink is not None,
         "EXACT": guard.exact_maximum(),
         "num_warps": 4,
     }
@@ -503,9 +432,9 @@ def prepare(
     loaded = [with_layout(x, q.dtype) for x in cut]
     rows = [bounded_blocks(x, ROWS.value) for x in (o, out)]
     state, written = (with_layout(x, y.dtype) for x, y in zip(rows, (o, out), strict=True))
-    joins = small and not first
+    programs = min(items, max(1, num_sms(q.device) - call.sm_margin))
     work = Prepared(
-        _forward_kernel, (min(items, max(1, num_sms(q.device) - sm_margin)),), scalars, constants,
+        _forward_kernel, (programs,), scalars, constants,
         tiles=tiles,
         blocks=[*loaded, state if joins else None, None, None, written if staged else None, None],
     )  # fmt: skip

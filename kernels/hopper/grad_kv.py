@@ -25,12 +25,18 @@ from hexiseq_triton.kernels.hopper.api import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
-    with_layout,
 )
 from hexiseq_triton.kernels.hopper.blocks import load_rows, load_tile, store_rows
 from hexiseq_triton.kernels.hopper.guard import Guarded
-from hexiseq_triton.kernels.hopper.key_work import key_work
+from hexiseq_triton.kernels.hopper.key_work import (
+    constants_of,
+    key_work,
+    loaded_blocks,
+    scalars_of,
+)
+from hexiseq_triton.kernels.hopper.named import ALL, CONSUMERS, arrive, meet, meet_if
 from hexiseq_triton.kernels.hopper.producer import (
+    QUERIES_FREE,
     get,
     heads_of,
     num_blocks,
@@ -42,13 +48,16 @@ from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 
 HEAD_DIM = 256
 CONFIG = Config(64, 64, 4, 2, descriptors=True)
+P_FULL = gl.constexpr(4)
+"""The named barriers of p in its two places."""
+P_FREE = gl.constexpr(6)
 
 
 @gluon.jit
 def _consume(
     OWNS_DK: gl.constexpr, grad, tile_map, work,
     keys, values, queries, grads, lses, deltas, diagonals, exchanged,
-    kv_full, kv_free, q_full, do_full, q_free, p_full, p_free,
+    kv_full, kv_free, q_full, do_full,
     num_tiles, num_heads, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right, softmax_scale, stride_t, stride_h,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -65,7 +74,7 @@ def _consume(
     stage = 0
     phase = 0
     slot = 0
-    slot_phase = 0
+    done = 0
     turn = 0
     mbarrier.wait(kv_full, 0)
     tile = get(work.index(0))
@@ -85,12 +94,12 @@ def _consume(
                 )  # fmt: skip
                 mbarrier.wait(q_full.index(stage), phase)
                 row_delta = deltas.index(stage).load(CL)[None, :]
-                mbarrier.wait(p_full.index(slot), slot_phase)
+                meet(P_FULL + slot, CONSUMERS)
                 weight = exchanged.index(slot).load(SL)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 dp = dp * softmax_scale - row_delta if EARLY else dp - row_delta
                 ds = gl.convert_layout((unpacked(weight) * dp).to(DTYPE), PL)
-                mbarrier.arrive(p_free.index(slot), count=1)
+                arrive(P_FREE + slot, CONSUMERS)
                 total = warpgroup_mma(ds, queries.index(stage), total, is_async=True)
                 total, ds = warpgroup_mma_wait(0, deps=(total, ds))
             else:
@@ -101,7 +110,7 @@ def _consume(
                 )  # fmt: skip
                 row_lse = lses.index(stage).load(CL)
                 diagonal = get(diagonals.index(stage))
-                mbarrier.wait(p_free.index(slot), slot_phase ^ 1)
+                meet_if(done >= 2, P_FREE + slot, CONSUMERS)
                 mbarrier.wait(do_full.index(stage), phase)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 p, weight = probabilities(
@@ -109,19 +118,17 @@ def _consume(
                     scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
                 )  # fmt: skip
                 exchanged.index(slot).store(weight)
-                mbarrier.arrive(p_full.index(slot), count=1)
+                arrive(P_FULL + slot, CONSUMERS)
                 p = gl.convert_layout(p, PL)
                 total = warpgroup_mma(p, grads.index(stage), total, is_async=True)
                 total, p = warpgroup_mma_wait(0, deps=(total, p))
-            mbarrier.arrive(q_free.index(stage), count=1)
+            arrive(QUERIES_FREE + stage, ALL)
+            done += 1
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-            slot += 1
-            if slot == 2:
-                slot = 0
-                slot_phase ^= 1
+            slot ^= 1
         # read again, rather than held in registers meanwhile
         kv_head = get(work.index(1))
         row, num_rows, _position, _begin, _border, _end = load_tile(tile_map, get(work.index(0)))
@@ -157,9 +164,9 @@ def _grad_kv_kernel(
     exchanged = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, BLOCK_M], rows_layout)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     work = gl.allocate_shared_memory(gl.int32, [2, 1], one)
-    counts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
-    places = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
-    columns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
+    counts = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
+    places = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
+    columns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
     diagonals = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], one)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], one)
@@ -168,24 +175,17 @@ def _grad_kv_kernel(
     kv_free = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
-    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
-    p_free = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     mbarrier.init(kv_full, count=2)  # the copy, and then the work item
     mbarrier.init(kv_free, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=2)  # the copy, and then lse and delta
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(p_full.index(i), count=1)
-        mbarrier.init(p_free.index(i), count=1)
     gl.warp_specialize(
         [
             (_consume, (
                 False, dv, tile_map, work,
                 keys, values, queries, grads, lses, deltas, diagonals, exchanged,
-                kv_full, kv_free, q_full, do_full, q_free, p_full, p_free,
+                kv_full, kv_free, q_full, do_full,
                 num_tiles, num_heads, q_head_start, q_per_kv,
                 scale, cap_scale, cap, left, right, softmax_scale, stride_dvt, stride_dvh,
                 BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
@@ -193,7 +193,7 @@ def _grad_kv_kernel(
             (_consume, (
                 True, dk, tile_map, work,
                 keys, values, queries, grads, lses, deltas, diagonals, exchanged,
-                kv_full, kv_free, q_full, do_full, q_free, p_full, p_free,
+                kv_full, kv_free, q_full, do_full,
                 num_tiles, num_heads, q_head_start, q_per_kv,
                 scale, cap_scale, cap, left, right, softmax_scale, stride_dkt, stride_dkh,
                 BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
@@ -201,7 +201,7 @@ def _grad_kv_kernel(
             (produce, (
                 q, k, v, do, lse, delta, items, counter, tile_map, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
-                kv_full, kv_free, q_full, do_full, q_free,
+                kv_full, kv_free, q_full, do_full,
                 num_items, num_tiles, num_heads, q_head_start, q_per_kv,
                 softmax_scale, stride_qh, stride_kh, stride_vh, stride_doh, stride_row, 0,
                 BLOCK_M, STAGES,
@@ -230,33 +230,21 @@ def _prepare(inputs: BackwardInputs) -> tuple[Guarded, torch.Tensor] | None:
     work = key_work(inputs, CONFIG)
     if work is None:
         return None
-    launch, flags = inputs.launch, inputs.launch.flags
     scalars = (
         work.num_items,
         work.tiles.num_tiles,
-        launch.num_heads,
-        *launch.scalars,
-        launch.options.softmax_scale,
-        *inputs.strides[1:8:2],
-        inputs.strides[8],
+        inputs.launch.num_heads,
+        *scalars_of(inputs),
         *inputs.dk.row_strides,
         *inputs.dv.row_strides,
     )
     constants = {
         "BLOCK_M": CONFIG.block_m,
         "BLOCK_N": CONFIG.block_n,
-        "D": HEAD_DIM,
-        "STAGES": CONFIG.num_stages,
-        "HAS_LEFT": flags["HAS_LEFT"],
-        "HAS_RIGHT": flags["HAS_RIGHT"],
-        "SOFTCAP": flags["SOFTCAP"],
-        "ACCUMULATE": inputs.accumulate,
-        "num_warps": CONFIG.num_warps,
+        **constants_of(inputs, CONFIG),
     }
-    blocks = inputs.bounded_blocks(CONFIG)[:4]
-    loaded = [with_layout(x, inputs.q.dtype) for x in blocks if x is not None]
     prepared = Prepared(
         _grad_kv_kernel, (work.num_programs,), scalars, constants,
-        tiles=work.tiles, blocks=[*loaded, *[None] * 6],
+        tiles=work.tiles, blocks=[*loaded_blocks(inputs, CONFIG), *[None] * 6],
     )  # fmt: skip
     return Guarded(prepared, "grad_kv", inputs.q.dtype, HEAD_DIM), work.items

@@ -25,7 +25,6 @@ from hexiseq_triton.kernels.hopper.api import (
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
-    with_layout,
 )
 from hexiseq_triton.kernels.hopper.blocks import (
     LOG2E,
@@ -39,6 +38,8 @@ from hexiseq_triton.kernels.hopper.blocks import (
     work_item,
 )
 from hexiseq_triton.kernels.hopper.guard import Guarded
+from hexiseq_triton.kernels.hopper.key_work import constants_of, loaded_blocks, scalars_of
+from hexiseq_triton.kernels.hopper.named import ALL, CONSUMER_AND_PRODUCER, arrive, meet_if
 from hexiseq_triton.kernels.hopper.producer import UNMASKED, get, num_blocks, put
 from hexiseq_triton.kernels.hopper.scores import seen_only
 from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
@@ -47,12 +48,16 @@ from hexiseq_triton.kernels.tilemap import query_tiles
 HEAD_DIM = 256
 QUERIES = gl.constexpr(64)  # of a consumer
 CONFIG = Config(QUERIES.value, 64, 4, 2, descriptors=True)
+KEYS_FREE = gl.constexpr(4)
+"""The named barriers of keys by stage, of values, and of queries by consumer."""
+VALUES_FREE = gl.constexpr(6)
+QUERIES_FREE = gl.constexpr(8)
 
 
 @gluon.jit
 def _produce(
     q, k, v, do, tile_map, queries, grads, keys, values, diagonals, counts,
-    q_full, q_free, k_full, k_free, v_full, v_free,
+    q_full, k_full, v_full,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     stride_qh, stride_kh, stride_vh, stride_doh,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -60,7 +65,6 @@ def _produce(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     stage = 0
-    phase = 1
     block = 0
     for turn in range(num_items(num_tiles * num_heads, programs, program)):
         tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
@@ -68,7 +72,7 @@ def _produce(
         kv_head = (q_head_start + head) // q_per_kv - q_head_start // q_per_kv
         for w in gl.static_range(2):
             at = w * QUERIES
-            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+            meet_if(turn > 0, QUERIES_FREE + w, CONSUMER_AND_PRODUCER)
             mbarrier.expect(q_full.index(w), q.block_type.nbytes + do.block_type.nbytes)
             copy_rows(
                 q, row + at, num_rows - at, head * stride_qh, q_full.index(w), queries.index(w)
@@ -79,7 +83,7 @@ def _produce(
         for span in range(full_begin, edge_end):
             k_row, k_rows, k_position = load_span(tile_map, num_tiles, span)
             for at in range(0, k_rows, BLOCK_N):
-                mbarrier.wait(k_free.index(stage), phase)
+                meet_if(block >= STAGES, KEYS_FREE + stage, ALL)
                 mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
                 copy_rows(
                     k, k_row + at, k_rows - at, kv_head * stride_kh,
@@ -89,21 +93,20 @@ def _produce(
                 put(diagonals.index(stage), distance)
                 put(counts.index(stage), k_rows - at)
                 mbarrier.arrive(k_full.index(stage), count=1)
-                mbarrier.wait(v_free, (block & 1) ^ 1)
+                meet_if(block > 0, VALUES_FREE, ALL)
                 mbarrier.expect(v_full, v.block_type.nbytes)
                 copy_rows(v, k_row + at, k_rows - at, kv_head * stride_vh, v_full, values.index(0))
                 block += 1
                 stage += 1
                 if stage == STAGES:
                     stage = 0
-                    phase ^= 1
 
 
 @gluon.jit
 def _consume(
     W: gl.constexpr, lse, delta, dq, tile_map,
     queries, grads, keys, values, diagonals, counts,
-    q_full, q_free, k_full, k_free, v_full, v_free,
+    q_full, k_full, v_full,
     num_tiles, num_heads, heads_together,
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_row, stride_dqt, stride_dqh,
@@ -163,17 +166,17 @@ def _consume(
                 s = seen_only(s, low, high, UNSEEN, True)
             p = gl.exp2(s * (cap * scale) - row_lse[:, None]) * (1.0 - s * s) if SOFTCAP else s
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            mbarrier.arrive(v_free, count=1)
+            arrive(VALUES_FREE, ALL)
             ds = gl.convert_layout((p * (dp - row_delta[:, None])).to(DTYPE), PL)
             total = warpgroup_mma(ds, keys.index(stage), total, is_async=True)
             total, ds = warpgroup_mma_wait(0, deps=(total, ds))
-            mbarrier.arrive(k_free.index(stage), count=1)
+            arrive(KEYS_FREE + stage, ALL)
             block += 1
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        mbarrier.arrive(q_free.index(W), count=1)
+        arrive(QUERIES_FREE + W, CONSUMER_AND_PRODUCER)
         # worked out again, rather than held in registers meanwhile
         tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
         row, num_rows, _position, _begin, _border, _end = load_tile(tile_map, tile)
@@ -207,25 +210,19 @@ def _grad_q_kernel(
     counts = gl.allocate_shared_memory(gl.int32, [STAGES, 1], one)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     v_full = gl.allocate_shared_memory(gl.int64, [1], bl)
-    v_free = gl.allocate_shared_memory(gl.int64, [1], bl)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(v_free, count=2)
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_free.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=2)  # the copy, and then where the block stands
-        mbarrier.init(k_free.index(i), count=2)
     gl.warp_specialize(
         [
             (_consume, (
                 0, lse, delta, dq, tile_map,
                 queries, grads, keys, values, diagonals, counts,
-                q_full, q_free, k_full, k_free, v_full, v_free,
+                q_full, k_full, v_full,
                 num_tiles, num_heads, heads_together,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_row, stride_dqt, stride_dqh,
@@ -234,7 +231,7 @@ def _grad_q_kernel(
             (_consume, (
                 1, lse, delta, dq, tile_map,
                 queries, grads, keys, values, diagonals, counts,
-                q_full, q_free, k_full, k_free, v_full, v_free,
+                q_full, k_full, v_full,
                 num_tiles, num_heads, heads_together,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_row, stride_dqt, stride_dqh,
@@ -242,7 +239,7 @@ def _grad_q_kernel(
             )),
             (_produce, (
                 q, k, v, do, tile_map, queries, grads, keys, values, diagonals, counts,
-                q_full, q_free, k_full, k_free, v_full, v_free,
+                q_full, k_full, v_full,
                 num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
                 stride_qh, stride_kh, stride_vh, stride_doh, BLOCK_N, STAGES,
             )),
@@ -278,27 +275,12 @@ def _prepare(inputs: BackwardInputs) -> Guarded | None:
         tiles.num_tiles,
         launch.num_heads,
         launch.kv_heads_together(inputs.k, 2, 1) * launch.heads.q_per_kv,
-        *launch.scalars,
-        launch.options.softmax_scale,
-        *inputs.strides[1:8:2],
-        inputs.strides[8],
+        *scalars_of(inputs),
         *inputs.dq.row_strides,
     )
-    flags = launch.flags
-    constants = {
-        "BLOCK_N": CONFIG.block_n,
-        "D": HEAD_DIM,
-        "STAGES": CONFIG.num_stages,
-        "HAS_LEFT": flags["HAS_LEFT"],
-        "HAS_RIGHT": flags["HAS_RIGHT"],
-        "SOFTCAP": flags["SOFTCAP"],
-        "ACCUMULATE": inputs.accumulate,
-        "num_warps": CONFIG.num_warps,
-    }
-    blocks = inputs.bounded_blocks(CONFIG)[:4]
-    loaded = [with_layout(x, inputs.q.dtype) for x in blocks if x is not None]
+    constants = {"BLOCK_N": CONFIG.block_n, **constants_of(inputs, CONFIG)}
     prepared = Prepared(
         _grad_q_kernel, (programs,), scalars, constants,
-        tiles=tiles, blocks=[*loaded, None, None, None],
+        tiles=tiles, blocks=[*loaded_blocks(inputs, CONFIG), None, None, None],
     )  # fmt: skip
     return Guarded(prepared, "grad_q", inputs.q.dtype, HEAD_DIM)

@@ -1,16 +1,17 @@
-"""What the programs of a backward walk: the map of key tiles, and the order of its work items."""
+"""What the kernels of a backward walk and load: the map of key tiles, the order of its work items,
+and the arguments that all of them take."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hexiseq_triton.kernels.backward_inputs import BackwardInputs
 from hexiseq_triton.kernels.configs import Config, num_sms
+from hexiseq_triton.kernels.hopper.api import GluonBlocks, with_layout
 from hexiseq_triton.kernels.hopper.order import work_order
-from hexiseq_triton.kernels.tilemap import TileMap, build_map, key_tiles
-from hexiseq_triton.segments import Mask
+from hexiseq_triton.kernels.tilemap import TileMap, key_tiles
 
 
 class KeyWork(NamedTuple):
@@ -29,15 +30,37 @@ def key_work(inputs: BackwardInputs, config: Config) -> KeyWork | None:
     """Return the work of a call; None where there is nothing to do."""
     launch, device = inputs.launch, inputs.q.device
     queries, keys = inputs.segments
-    mask, keep_empty = launch.options.mask, not inputs.accumulate
     m, n = config.block_m, config.block_n
-    tiles = key_tiles(queries, keys, mask, m, n, device, keep_empty=keep_empty)
+    tiles = key_tiles(
+        queries, keys, launch.options.mask, m, n, device, keep_empty=not inputs.accumulate
+    )
     num_items = tiles.num_tiles * launch.num_kv_heads
     if not num_items:
         return None
     programs = min(num_items, max(1, num_sms(device) - inputs.sm_margin))
-    swapped = Mask(mask.right, mask.left)
-    on_host = build_map(keys, queries, swapped, n, m, keep_empty=keep_empty)
-    order = work_order(*on_host, keys, launch.num_kv_heads, programs, m)
+    order = work_order(tiles.on_host, tiles.num_tiles, keys, launch.num_kv_heads, programs, m)
     items = torch.from_numpy(order).pin_memory().to(device, non_blocking=True)
     return KeyWork(tiles, items, programs)
+
+
+def loaded_blocks(inputs: BackwardInputs, config: Config) -> list[GluonBlocks]:
+    """Return how the copy engine cuts q, k, v and do."""
+    blocks = inputs.bounded_blocks(config)[:4]
+    return [with_layout(x, inputs.q.dtype) for x in blocks if x is not None]
+
+
+def scalars_of(inputs: BackwardInputs) -> tuple[int | float, ...]:
+    """Return the arguments from q_head_start to the row stride of lse and delta."""
+    launch, strides = inputs.launch, inputs.strides
+    return (*launch.scalars, launch.options.softmax_scale, *strides[1:8:2], strides[8])
+
+
+def constants_of(inputs: BackwardInputs, config: Config) -> dict[str, Any]:
+    """Return the compile-time arguments but for the blocks' sizes."""
+    return {
+        "D": inputs.launch.head_dim,
+        "STAGES": config.num_stages,
+        **inputs.launch.score_flags,
+        "ACCUMULATE": inputs.accumulate,
+        "num_warps": config.num_warps,
+    }

@@ -2,14 +2,18 @@
 
 For each work item it loads the keys and values of a tile, then every block of queries that sees
 the tile, of all query heads that share the KV head: q and do by the copy engine, lse, delta and
-what the consumers need to know of the block by itself.
+what the consumers need to know of the block by itself. Where a block's dq belongs they need to know
+one block longer than they need its queries: there is a place more for it than there are stages.
 """
 
 from __future__ import annotations
 
 from hexiseq_triton.kernels.hopper.api import gl, gluon, mbarrier
 from hexiseq_triton.kernels.hopper.blocks import LOG2E, copy_rows, load_span, load_tile
+from hexiseq_triton.kernels.hopper.named import ALL, meet_if
 
+QUERIES_FREE = gl.constexpr(12)
+"""The named barrier of the first stage of queries; those of the others follow."""
 UNMASKED = gl.constexpr(1 << 30)
 """In place of a distance: every query of the block sees every key of the tile."""
 
@@ -71,7 +75,7 @@ def _span_in_turn(
 def produce(
     q, k, v, do, lse, delta, items, counter, tile_map, work,
     keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
-    kv_full, kv_free, q_full, do_full, q_free,
+    kv_full, kv_free, q_full, do_full,
     num_items, num_tiles, num_heads, q_head_start, q_per_kv, softmax_scale,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_row, stride_dqh,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -79,7 +83,8 @@ def produce(
     L: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     offsets = gl.arange(0, BLOCK_M, L)
     stage = 0
-    phase = 1
+    slot = 0
+    filled = 0
     turn = 0
     item = gl.atomic_add(counter, 1, sem="relaxed")
     while item < num_items:
@@ -109,7 +114,8 @@ def produce(
                     row_delta = gl.load(delta + row_at, mask=inside, other=0.0)
                     # p is 0 in rows that do not exist and in those that saw no key
                     row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2E)
-                    mbarrier.wait(q_free.index(stage), phase)
+                    meet_if(filled >= STAGES, QUERIES_FREE + stage, ALL)
+                    filled += 1
                     mbarrier.expect(q_full.index(stage), q.block_type.nbytes)
                     copy_rows(
                         q, row + offset, rows - offset, head * stride_qh,
@@ -124,15 +130,17 @@ def produce(
                     deltas.index(stage).store(
                         row_delta * softmax_scale if scales_early(q.dtype) else row_delta
                     )
-                    put(places.index(stage), row + offset)
-                    put(counts.index(stage), rows - offset)
-                    put(columns.index(stage), head * stride_dqh)
+                    put(places.index(slot), row + offset)
+                    put(counts.index(slot), rows - offset)
+                    put(columns.index(slot), head * stride_dqh)
+                    slot += 1
+                    if slot > STAGES:
+                        slot = 0
                     put(diagonals.index(stage), diagonal)
                     mbarrier.arrive(q_full.index(stage), count=1)
                     stage += 1
                     if stage == STAGES:
                         stage = 0
-                        phase ^= 1
                 offset += gl.where(ahead, BLOCK_M, -BLOCK_M)
         turn += 1
         item = gl.atomic_add(counter, 1, sem="relaxed")

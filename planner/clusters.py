@@ -8,6 +8,7 @@ A cluster file, in YAML:
       - {name: mine, gpus: [my-card, my-card, L40S], inter_gb_per_s: 12.5}
     gpus:                         # cards that are not in the table; three numbers suffice
       my-card: {dense_tflops: 200, memory_gb: 24, network_gb_per_s: 12.5}
+    prices: {H100-SXM: 2.5}       # what an hour of a GPU costs, for `hexiseq whatif`
 
 Ranks count up node by node; in a node as listed, a mapping of counts by GPU name. Cards that many
 cluster files name stand better in a GPU file of their own (`gpus.gpu_overlay`).
@@ -19,7 +20,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, field
 from dataclasses import dataclass as plain_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,13 +78,14 @@ class NodeEntry:
 
 @dataclass(frozen=True, config=FILE_CONFIG)
 class ClusterFile:
-    """The content of a cluster file."""
+    """The content of a cluster file; `prices` are those of one GPU for an hour."""
 
     nodes: tuple[NodeEntry, ...]
     inter_gb_per_s: Positive | None = None
     inter_latency_us: Positive = 10.0
     overlap: Overlap | None = None
     gpus: dict[str, GpuSpec] = Field(default_factory=dict)
+    prices: dict[str, Positive] = Field(default_factory=dict)
 
 
 @plain_dataclass(frozen=True)
@@ -101,11 +103,15 @@ class Device:
 
 @plain_dataclass(frozen=True)
 class Cluster:
-    """All GPUs, by rank, and the facts about their models; `overlap` only if it was measured."""
+    """All GPUs, by rank, and the facts about their models; `overlap` only if it was measured.
+
+    `prices` of a GPU's hour are the user's; plans don't depend on them.
+    """
 
     devices: tuple[Device, ...]
     gpus: dict[str, GpuSpec]
     overlap: Overlap | None = None
+    prices: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str | Path, gpus: str | Path | None = None) -> Cluster:
@@ -147,6 +153,12 @@ class Cluster:
                 f"{source}: gpus describes {', '.join(both)}, and so does the GPU file; remove one"
             )
         known = gpu_table() | overlay | file.gpus
+        for name in file.prices:
+            if name not in known:
+                raise ConfigError(
+                    f"{source}: prices names {name!r}, which is no known GPU; near it: "
+                    f"{nearest(name, known)}"
+                )
         devices: list[Device] = []
         for index, entry in enumerate(file.nodes):
             for name in entry.gpus:
@@ -160,7 +172,8 @@ class Cluster:
                     where = f"{source}: nodes.{index}"
                     devices.append(_device(len(devices), node, gpu, known[gpu], entry, file, where))
         used = {device.gpu for device in devices}
-        return cls(tuple(devices), {name: known[name] for name in sorted(used)}, file.overlap)
+        models = {name: known[name] for name in sorted(used)}
+        return cls(tuple(devices), models, file.overlap, dict(file.prices))
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,83 @@
+"""`hexiseq whatif`: what a cluster would do with other nodes or another network, at what cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from hexiseq_triton.commands.files import GpuFileOption
+from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner.models import ModelSpec
+from hexiseq_triton.planner.simulator import Mode
+from hexiseq_triton.planner.variants import variants_of
+from hexiseq_triton.planner.whatif import judged, prices_of, unpriced
+from hexiseq_triton.planner.workload import Workload
+from hexiseq_triton.reports.plan_tables import print_line
+from hexiseq_triton.reports.whatif_report import (
+    frontier_plot,
+    outcome_lines,
+    outcomes_summary,
+    outcomes_table,
+)
+
+FILE_WIDTH = 140
+"""Columns of what goes to a file or another program."""
+
+
+def whatif_command(
+    cluster: Annotated[Path, typer.Option(help="cluster file (YAML)")],
+    model: Annotated[str, typer.Option(help="preset name, config.json, or YAML file")],
+    seq_len: Annotated[int, typer.Option(help="tokens of one sequence")],
+    add: Annotated[
+        list[str] | None, typer.Option(help="nodes that come: 8xH100, 2x8xH100; repeatable")
+    ] = None,
+    drop: Annotated[
+        list[str] | None, typer.Option(help="nodes that go: node3, node3+node4; repeatable")
+    ] = None,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(help="network between nodes: x2, or 50 GB/s for one GPU; repeatable"),
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(help="GPU=PRICE an hour of one: H100=2.5; repeatable")
+    ] = None,
+    global_batch: Annotated[int, typer.Option(help="sequences in one step")] = 8,
+    recompute: Annotated[
+        Literal["full", "none"], typer.Option(help="what backward computes again")
+    ] = "full",
+    gpus: GpuFileOption = None,
+    mode: Annotated[
+        Mode, typer.Option(help="how keys travel between groups; direct is the runtime's way")
+    ] = "direct",
+    plot: Annotated[Path | None, typer.Option(help="draw cost against throughput (PNG)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Judge CLUSTER as it is, and every combination of what might come, go or change."""
+    variants = variants_of(
+        cluster, add=add or (), drop=drop or (), bandwidth=bandwidth or (), gpus=gpus
+    )
+    prices = prices_of(variants, price or ())
+    missing = unpriced(variants, prices)
+    if plot is not None and all(unpriced([variant], prices) for variant in variants):
+        raise ConfigError(
+            f"--plot draws cost against throughput, and no variant has a cost: no price for "
+            f"{', '.join(missing)}; give --price GPU=PRICE"
+        )
+    workload = Workload(seq_len, global_batch, recompute=recompute)
+    outcomes = judged(variants, ModelSpec.load(model), workload, prices, mode=mode)
+    if plot is not None:
+        from hexiseq_triton.reports.simulate_plots import png  # matplotlib is slow to import
+
+        plot.write_bytes(png(frontier_plot(outcomes)))
+    if as_json:
+        print(json.dumps(outcomes_summary(outcomes, mode)))
+        return
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    console.print(outcomes_table(outcomes))
+    for line in outcome_lines(outcomes, mode, missing):
+        print_line(line, console)

@@ -13,9 +13,11 @@ from hexiseq_triton.commands.doctor import doctor_command
 from hexiseq_triton.commands.files import gpus_command, import_app, schema_command
 from hexiseq_triton.commands.plan import plan_command
 from hexiseq_triton.commands.profile import profile_command
+from hexiseq_triton.commands.reproduce import reproduce_command
 from hexiseq_triton.commands.simulate import simulate_command
 from hexiseq_triton.commands.train import demo_command, launch_command, train_command
 from hexiseq_triton.commands.tune import tune_command
+from hexiseq_triton.commands.whatif import whatif_command
 from hexiseq_triton.errors import HexiSeqError
 
 
@@ -40,6 +42,8 @@ def hexiseq() -> None:
 
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
+app.command("reproduce")(reproduce_command)
+app.command("whatif")(whatif_command)
 app.command("profile")(profile_command)
 app.command("doctor")(doctor_command)
 app.command("train")(train_command)

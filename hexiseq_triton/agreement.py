@@ -19,6 +19,7 @@ from hexiseq_triton.errors import PeerError
 _FAULT = "fault"
 _ANSWER_MARGIN = timedelta(seconds=5)  # followers outwait the leader, who knows who is missing
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two looks at the store
+_UNTROUBLED = 1.0  # seconds of a wait in which faults don't count: most answers come by then
 
 
 class Agreement:
@@ -87,14 +88,15 @@ class Agreement:
         Raises:
             PeerError: if a rank posts a fault before it does.
         """
-        end = time.monotonic() + timeout.total_seconds()
+        began = time.monotonic()
         pause = _FIRST_PAUSE
         # the store's own wait sees no fault, and logs two lines whenever its time is up
         while not self._store.check([key]):
-            faulty = key != _FAULT and self._store.check([_FAULT])
+            waited = time.monotonic() - began
+            faulty = waited > _UNTROUBLED and key != _FAULT and self._store.check([_FAULT])
             if faulty and not self._store.check([key]):  # what is known by now comes first
                 raise PeerError(bytes(self._store.get(_FAULT)).decode())
-            if time.monotonic() >= end:
+            if waited >= timeout.total_seconds():
                 return None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

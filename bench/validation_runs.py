@@ -24,7 +24,6 @@ import gc
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.profiling.clock import timed
 from hexiseq_triton.profiling.world import local_device, world
+from hexiseq_triton.slow_start import unless_done_in
 from hexiseq_triton.tracing.observe import device_name
 from hexiseq_triton.tracing.phases import Phases, measured_phases
 
@@ -220,13 +220,8 @@ def _patience(seconds: float, what: str) -> Iterator[None]:
         print(f"{what}: not done after {seconds:g} s", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
+    with unless_done_in(seconds, end):
         yield
-    finally:
-        timer.cancel()
 
 
 if __name__ == "__main__":

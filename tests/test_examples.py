@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ROOT, script
+from compiling import counted
 from pool import Pool
 
 from hexiseq_triton.context import init
@@ -63,12 +64,12 @@ def compiled(rank: int) -> tuple[int, int, float]:
     Returns how often attention ran, the graphs, and the largest difference of a gradient.
     """
     calls: list[int] = []
-    with init(ALONE, device="cpu") as context:
+    with init(ALONE, device="cpu") as context, counted() as counters:
         if rank > 0:
             return 0, 0, 0.0
         attention = HexiSeqAttention(context, causal=True)
 
-        def counted(*arguments: Any) -> torch.Tensor:
+        def counting(*arguments: Any) -> torch.Tensor:
             calls.append(1)
             return attention(*arguments)
 
@@ -81,14 +82,12 @@ def compiled(rank: int) -> tuple[int, int, float]:
             batch = context.shard({"input_ids": ids, "labels": ids}, cu_seqlens=bounds)
             eager, found = (
                 gradients(run, batch, attend)
-                for run, attend in ((model, counted), (whole, attention))
+                for run, attend in ((model, counting), (whole, attention))
             )
             for name, gradient in eager.items():
                 difference = (found[name] - gradient).abs().max()
                 worst = max(worst, float(difference / gradient.abs().max()))
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch.compiler.reset()
-    return len(calls), graphs, worst
+        return len(calls), counters["stats"]["unique_graphs"], worst
 
 
 def gradients(model: torch.nn.Module, *arguments: Any) -> dict[str, torch.Tensor]:

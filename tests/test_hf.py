@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import counted
 from pool import TIMEOUT, Pool
 from torch import nn
 
@@ -290,11 +291,9 @@ def compiled(rank: int) -> tuple[float, dict[str, int], int]:
             return 0.0, {}, 1
         inputs = hf.shard(context, stream([40, 56], 0)).inputs
         expected = model(**inputs).logits
-        found = torch.compile(model, backend="aot_eager")(**inputs).logits
-        counters = torch._dynamo.utils.counters
-        breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
-    torch.compiler.reset()
-    counters.clear()
+        with counted() as counters:
+            found = torch.compile(model, backend="aot_eager")(**inputs).logits
+            breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
     return relative(found, expected), breaks, graphs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 
 import torch
 
@@ -132,14 +132,13 @@ class BatchLayout:
 
     def _make_rounds(self, mask: Mask) -> tuple[Round, ...]:
         assert self.replica is not None
-        ordered = transfers(
+        rounds = transfers(
             self.plan.replicas[self.replica],
             self.group_segments,
             mask,
-            self.plan.exchange.chunk_tokens,
-            self.plan.exchange.window,
+            self.plan.exchange,
+            self.rank,
         )
-        rounds = [list(group) for _, group in groupby(ordered, lambda item: item.round)]
         return tuple(
             Round(
                 tuple(item for item in together if item.sender == self.rank),

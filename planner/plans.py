@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +82,8 @@ class ReplicaPlan:
 Arrangement = Literal["balanced", "contiguous"]
 Exchange = Literal["routes", "rotation", "double_ring", "all_gather"]
 """How KV travels between groups; see `planner.exchange`. The runtime has routes."""
+Order = Literal["ring", "spread"]
+"""One other group's keys after the other's, or some of every group's at any time."""
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -92,13 +94,19 @@ class ExchangePlan:
     (mirrored pieces for one causal document, chunks for packed ones); "contiguous" gives each
     group one run of tokens, as plain ring attention does. A transfer carries at most
     `chunk_tokens` rows. The rows that a rank works through in `window` chunks are one round: while
-    it works on one, the next is under way.
+    it works on one, the next is under way. `order` is that of `planner.schedule`; left out, it is
+    "spread" in replicas on several nodes, so that NICs are always at work, and otherwise "ring".
     """
 
     arrangement: Arrangement = "balanced"
     chunk_tokens: int = 8192
     window: int = 2
     mode: Exchange = "routes"
+    order: Order | None = None
+
+    def spreads(self, nodes: Iterable[object]) -> bool:
+        """Return whether the order is "spread" in a replica whose ranks stand on these nodes."""
+        return self.order == "spread" or (self.order is None and len(set(nodes)) > 1)
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)

@@ -104,6 +104,7 @@ def cases(draw: st.DrawFn, mixed: bool = False) -> Case:
         draw(st.sampled_from(["balanced", "balanced", "contiguous"])),
         draw(st.sampled_from([1000, 64, 17])),
         draw(st.integers(1, 3)),
+        order=draw(st.sampled_from([None, "ring", "spread", "spread"])),
     )
     plan = Plan.from_splits(
         splits, num_kv_heads=kv, world_size=WORLD, causal=options["causal"], exchange=exchange

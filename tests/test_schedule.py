@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from drawn_plans import Case, cases
@@ -13,26 +14,32 @@ from hexiseq_triton.batches import Round
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import ExchangePlan, Plan, Split
 from hexiseq_triton.planner.heads import HeadRange
-from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
+from hexiseq_triton.planner.plans import Order
+from hexiseq_triton.planner.schedule import (
+    Transfer,
+    atomic_intervals,
+    intervals_of,
+    radical_inverse,
+    transfers,
+)
 from hexiseq_triton.segments import CAUSAL, FULL, Mask, visible_rows
 
 
-def scheduled(case: Case) -> tuple[BatchLayout, Mask, tuple]:  # type: ignore[type-arg]
+def scheduled(case: Case) -> tuple[BatchLayout, Mask, list[list[Transfer]]]:
     layout = BatchLayout(case.plan, case.plan.shares[0].rank, case.lengths[0])
     mask = CAUSAL if case.options["causal"] else FULL
     exchange = case.plan.exchange
-    limits = exchange.chunk_tokens, exchange.window
-    return layout, mask, transfers(case.plan.replicas[0], layout.group_segments, mask, *limits)
+    return layout, mask, transfers(case.plan.replicas[0], layout.group_segments, mask, exchange)
 
 
 @given(cases())
 def test_each_rank_gets_each_visible_row_of_its_heads_once(case: Case) -> None:
-    layout, mask, ordered = scheduled(case)
+    layout, mask, rounds = scheduled(case)
     replica = case.plan.replicas[0]
     intervals = atomic_intervals(replica)
     got = Counter(
         (item.receiver, item.group, item.kv_heads, row)
-        for item in ordered
+        for item in chain(*rounds)
         for start, stop in item.rows
         for row in range(start, stop)
     )
@@ -53,9 +60,9 @@ def test_each_rank_gets_each_visible_row_of_its_heads_once(case: Case) -> None:
 
 @given(cases())
 def test_the_sender_holds_the_heads_and_chunks_are_bounded(case: Case) -> None:
-    _, _, ordered = scheduled(case)
+    _, _, rounds = scheduled(case)
     held = {share.rank: share.kv_heads for share in case.plan.shares}
-    for item in ordered:
+    for item in chain(*rounds):
         assert held[item.sender][0] <= item.kv_heads[0] < item.kv_heads[1] <= held[item.sender][1]
         assert held[item.receiver][0] <= item.kv_heads[0]
         assert item.kv_heads[1] <= held[item.receiver][1]
@@ -65,11 +72,12 @@ def test_the_sender_holds_the_heads_and_chunks_are_bounded(case: Case) -> None:
 
 @given(cases())
 def test_a_round_brings_a_rank_no_more_than_its_window_and_a_chunk(case: Case) -> None:
-    _, _, ordered = scheduled(case)
+    _, _, rounds = scheduled(case)
     exchange = case.plan.exchange
     rows: Counter[tuple[int, HeadRange, int]] = Counter()
-    for item in ordered:
-        rows[item.receiver, item.kv_heads, item.round] += item.num_rows
+    for number, together in enumerate(rounds):
+        for item in together:
+            rows[item.receiver, item.kv_heads, number] += item.num_rows
     assert max(rows.values(), default=0) <= (exchange.window + 1) * exchange.chunk_tokens
 
 
@@ -109,21 +117,66 @@ def test_equal_groups_need_no_more_rounds_than_a_ring() -> None:
     assert len(layout.rounds(FULL)) == 7
 
 
+def groups_of_one(*sizes: int, order: Order) -> Plan:
+    return Plan.from_splits(
+        [Split((16384 * size,), (8,)) for size in sizes],
+        num_kv_heads=8,
+        exchange=ExchangePlan(chunk_tokens=4096, window=2, order=order),
+    )
+
+
+@pytest.mark.parametrize("order", ["ring", "spread"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("large", [3, 8])
-@pytest.mark.parametrize("order", ["large, small twice", "large ones first", "one large of eight"])
-def test_uneven_groups_wait_little_for_keys(order: str, large: int, backward: bool) -> None:
-    sizes = {
+@pytest.mark.parametrize("sizes", ["large, small twice", "large ones first", "one large of eight"])
+def test_uneven_groups_wait_little_for_keys(
+    sizes: str, large: int, backward: bool, order: Order
+) -> None:
+    groups = {
         "large, small twice": (large, 1, large, 1),
         "large ones first": (large, large, 1, 1),
         "one large of eight": (1, 1, 1, 1, 1, 1, 1, large),
-    }[order]
-    plan = Plan.from_splits(
-        [Split((16384 * size,), (8,)) for size in sizes],
-        num_kv_heads=8,
-        exchange=ExchangePlan(chunk_tokens=4096, window=2),
-    )
+    }[sizes]
+    plan = groups_of_one(*groups, order=order)
     assert finish_time(plan, busiest_port=0.4, backward=backward) <= 1.02
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 3, 1), (8, 1, 8, 1), (8, 8, 1, 1)])
+def test_spread_keeps_busy_ports_busy(sizes: tuple[int, ...]) -> None:
+    ring, spread = (
+        finish_time(groups_of_one(*sizes, order=order), busiest_port=0.8, backward=True)
+        for order in ("ring", "spread")
+    )
+    assert spread <= 1.10
+    assert spread < ring
+
+
+def test_spread_brings_some_of_every_group_in_each_round() -> None:
+    plan = groups_of_one(3, 1, 2, 2, order="spread")
+    layout = BatchLayout(plan, 1, [plan.seq_len])
+    for step in layout.rounds(FULL)[:-1]:
+        rows = Counter({arrival.item.group: 0 for arrival in step.arrivals})
+        for arrival in step.arrivals:
+            rows[arrival.item.group] += arrival.item.num_rows
+        assert len(rows) == 3
+        assert rows[0] > rows[2]
+        assert rows[0] > rows[3]
+
+
+def test_the_order_follows_the_nodes_unless_it_is_given() -> None:
+    for order, one_node, two_nodes in (
+        (None, False, True),
+        ("ring", False, False),
+        ("spread", True, True),
+    ):
+        exchange = ExchangePlan(order=order)  # type: ignore[arg-type]
+        assert exchange.spreads(["a", "a"]) is one_node
+        assert exchange.spreads(["a", "b"]) is two_nodes
+    assert not ExchangePlan().spreads([None, None])  # a plan by hand knows no nodes
+
+
+def test_radical_inverse() -> None:
+    assert [radical_inverse(i) for i in range(6)] == [0, 1 / 2, 1 / 4, 3 / 4, 1 / 8, 5 / 8]
 
 
 def test_replicas_of_a_kv_head_take_turns_in_serving_it() -> None:
@@ -132,7 +185,7 @@ def test_replicas_of_a_kv_head_take_turns_in_serving_it() -> None:
         num_kv_heads=1,
     )
     segments = BatchLayout(plan, 0, [32]).group_segments
-    ordered = transfers(plan.replicas[0], segments, FULL, chunk_tokens=100, window=2)
-    assert sorted((item.sender, item.receiver) for item in ordered) == [
+    rounds = transfers(plan.replicas[0], segments, FULL, ExchangePlan(chunk_tokens=100))
+    assert sorted((item.sender, item.receiver) for item in chain(*rounds)) == [
         (0, 2), (1, 3), (2, 0), (3, 1),
     ]  # fmt: skip

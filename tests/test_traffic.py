@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from random import Random
 
 import numpy as np
@@ -85,7 +86,8 @@ def scheduled(problem: Problem, plan: Plan, lengths: list[int]) -> tuple[Counter
             [segment for run in runs for segment in run] for runs in deal(plan, index, lengths)
         ]
         mask = CAUSAL if problem.workload.causal else FULL
-        for item in transfers(replica, segments, mask, 1 << 40, window=2):
+        whole = ExchangePlan(chunk_tokens=1 << 40)
+        for item in chain(*transfers(replica, segments, mask, whole)):
             num_bytes = item.num_rows * (item.kv_heads[1] - item.kv_heads[0]) * 2 * 2 * 16
             near = node[item.sender] == node[item.receiver]
             received[item.receiver, near] += num_bytes

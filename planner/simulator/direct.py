@@ -20,13 +20,18 @@ from numpy.typing import NDArray
 
 from hexiseq_triton.planner.plans import ExchangePlan
 from hexiseq_triton.planner.rates import Floats, Ints
+from hexiseq_triton.planner.schedule import (
+    CLOSE,
+    num_pieces,
+    others_turn,
+    piece_edges,
+    radical_inverse,
+)
 from hexiseq_triton.planner.simulator.attention import Attention
 from hexiseq_triton.planner.simulator.replicas import ReplicaView
 
 _AT_A_TIME = 2
 """Transfers that a rank sends at once, and that it receives at once; assumed."""
-_CLOSE = 1e-6
-"""Sums of fractions may fall just short of a whole round."""
 
 
 @dataclass(frozen=True)
@@ -197,21 +202,28 @@ class _Direct:
         return done
 
 
-def rounds_of(view: ReplicaView, exchange: ExchangePlan) -> Rounds:
-    """Return the transfers of one attention layer, and where own keys are worked on."""
+def rounds_of(view: ReplicaView, exchange: ExchangePlan, spread: bool) -> Rounds:
+    """Return the transfers of one attention layer, and where own keys are worked on.
+
+    Args:
+        view: the replica.
+        exchange: chunks and window.
+        spread: whether the order is "spread".
+    """
     by_rank = np.argsort(view.rank, kind="stable")
     need, sender, receiver, tokens = _needed(
         by_rank,
         view.group,
         view.tokens,
+        np.diag(view.share),
         view.fetched,
         view.entry_starts,
-        view.entry_heads,
         view.servers,
         exchange.chunk_tokens,
+        spread,
     )
-    round_tokens = exchange.window * exchange.chunk_tokens
-    at = ((need - need.min(initial=np.inf)) / round_tokens + _CLOSE).astype(np.int64) + 1
+    chunks = (need - need.min(initial=np.inf)) / exchange.chunk_tokens
+    at = (chunks + CLOSE).astype(np.int64) // exchange.window + 1
     order = np.argsort(need, kind="stable")
     ends_of = view.entry_row[sender[order]], view.entry_row[receiver[order]]
     order = order[np.argsort(_turns(at[order], *ends_of, len(view.rank)), kind="stable")]
@@ -219,9 +231,50 @@ def rounds_of(view: ReplicaView, exchange: ExchangePlan) -> Rounds:
     arrives = np.zeros((int(at.max(initial=0)) + 1, len(view.rank)), dtype=np.bool_)
     arrives[at, view.entry_row[receiver]] = True
     heads = np.diff(view.kv_ranges, axis=1)[:, 0]
+    round_tokens = exchange.window * exchange.chunk_tokens
     own = _own_shares(arrives, heads, view.tokens[view.group], round_tokens)
     ends = Turns.of(view.entry_row[sender], at), Turns.of(view.entry_row[receiver], at)
     return Rounds(at, sender, receiver, tokens[order], ends, own, _rooms(arrives))
+
+
+_others_turn, _num_pieces, _piece_edges, _radical_inverse = (
+    numba.njit(cache=True)(each) for each in (others_turn, num_pieces, piece_edges, radical_inverse)
+)
+
+
+@numba.njit(cache=True)
+def _pieces(
+    here: int,
+    group_tokens: Floats,
+    own_share: Floats,
+    fetched: Floats,
+    chunk_tokens: int,
+    spread: bool,
+) -> Floats:
+    """Return when a group needs what: time, source group, tokens; as `schedule` has it."""
+    groups = len(group_tokens)
+    ahead = 0.0
+    for source in range(groups):
+        ahead += group_tokens[source] if source != here and fetched[here, source] > 0 else 0.0
+    start, length = _others_turn(group_tokens.sum(), ahead, own_share[here])
+    found, turn = [(0.0, 0.0, 0.0) for _ in range(0)], 0
+    for step in range(1, groups):
+        source = (here - step) % groups
+        total = fetched[here, source]
+        if total == 0:
+            continue
+        lasts = length if spread else length * group_tokens[source] / ahead
+        pieces = _num_pieces(total, lasts, chunk_tokens, spread)
+        phase = _radical_inverse(turn) if spread else 0.0
+        last = 0.0
+        edges = _piece_edges(int(np.ceil(total)), pieces, chunk_tokens)
+        for i in range(pieces):
+            edge = min(total, float(edges[i]))
+            found.append((start + lasts * (i + phase) / pieces, float(source), edge - last))
+            last = edge
+        start += 0.0 if spread else lasts
+        turn += 1
+    return np.array(found) if found else np.zeros((0, 3))
 
 
 @numba.njit(cache=True)
@@ -229,34 +282,31 @@ def _needed(
     rows: Ints,
     group: Ints,
     group_tokens: Floats,
+    own_share: Floats,
     fetched: Floats,
     entry_starts: Ints,
-    entry_heads: Floats,
     servers: Ints,
     chunk_tokens: int,
+    spread: bool,
 ) -> tuple[Floats, Ints, Ints, Floats]:
-    """Return when each chunk is needed, entries of its ends, and its tokens; row after row."""
-    groups = len(group_tokens)
+    """Return when each piece is needed, entries of its ends, and its tokens; row after row."""
+    of_group = [
+        _pieces(g, group_tokens, own_share, fetched, chunk_tokens, spread)
+        for g in range(len(group_tokens))
+    ]
     total = 0
     for row in rows:
-        for source in range(groups):
-            chunks = int(np.ceil(fetched[group[row], source] / chunk_tokens))
-            total += chunks * (entry_starts[row + 1] - entry_starts[row])
+        total += len(of_group[group[row]]) * (entry_starts[row + 1] - entry_starts[row])
     need, tokens = np.empty(total), np.empty(total)
     sender, receiver = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
     found = 0
     for row in rows:
-        here = group[row]
-        passed = group_tokens[here]
-        for step in range(1, groups):
-            source = (here - step) % groups
-            chunks = int(np.ceil(fetched[here, source] / chunk_tokens))
-            for _ in range(chunks):
-                for entry in range(entry_starts[row], entry_starts[row + 1]):
-                    need[found], tokens[found] = passed, fetched[here, source] / chunks
-                    sender[found], receiver[found] = servers[source, entry], entry
-                    found += 1
-                passed += group_tokens[source] / chunks
+        pieces = of_group[group[row]]
+        for i in range(len(pieces)):
+            for entry in range(entry_starts[row], entry_starts[row + 1]):
+                need[found], tokens[found] = pieces[i, 0], pieces[i, 2]
+                sender[found], receiver[found] = servers[int(pieces[i, 1]), entry], entry
+                found += 1
     return need, sender, receiver, tokens
 
 
@@ -264,12 +314,20 @@ def _needed(
 def _turns(at: Ints, sender: Ints, receiver: Ints, rows: int) -> Ints:
     """Return numbers to sort by: in each round, the first turn in which both ends are free."""
     most = len(at) + 1
-    departures, arrivals = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
     turns = np.empty(len(at), dtype=np.int64)
-    for i in range(len(at)):
-        turn = max(at[i] * most, arrivals[receiver[i]], departures[sender[i]])
-        arrivals[receiver[i]] = departures[sender[i]] = turn + 1
-        turns[i] = turn
+    begin = 0
+    while begin < len(at):
+        end = begin
+        while end < len(at) and at[end] == at[begin]:
+            end += 1
+        busy = np.zeros((2, rows, end - begin), dtype=np.bool_)
+        for i in range(begin, end):
+            turn = 0
+            while busy[0, sender[i], turn] or busy[1, receiver[i], turn]:
+                turn += 1
+            busy[0, sender[i], turn] = busy[1, receiver[i], turn] = True
+            turns[i] = at[i] * most + turn
+        begin = end
     return turns
 
 

@@ -67,7 +67,11 @@ class Compiler:
     def _rounds(self) -> dict[int, Rounds]:
         """The runtime's transfers of each replica, by its first row."""
         exchange = self.cost.problem.exchange
-        return {int(view.rows[0]): rounds_of(view, exchange) for view in self.views}
+        node = self.cost.problem.rates.node
+        return {
+            int(view.rows[0]): rounds_of(view, exchange, exchange.spreads(node[view.rank]))
+            for view in self.views
+        }
 
     def builder(self) -> Builder:
         return Builder(self.links.num_ports)

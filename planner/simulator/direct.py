@@ -32,6 +32,8 @@ from hexiseq_triton.planner.simulator.replicas import ReplicaView
 
 _AT_A_TIME = 2
 """Transfers that a rank sends at once, and that it receives at once; assumed."""
+_MOST_TRANSFERS = 1 << 16
+"""Of one layer; where there are more, longer chunks are simulated, so that graphs stay small."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def rounds_of(view: ReplicaView, exchange: ExchangePlan, spread: bool) -> Rounds
         spread: whether the order is "spread".
     """
     by_rank = np.argsort(view.rank, kind="stable")
-    need, sender, receiver, tokens = _needed(
+    chunk_tokens, need, sender, receiver, tokens = _needed(
         by_rank,
         view.group,
         view.tokens,
@@ -222,7 +224,7 @@ def rounds_of(view: ReplicaView, exchange: ExchangePlan, spread: bool) -> Rounds
         exchange.chunk_tokens,
         spread,
     )
-    chunks = (need - need.min(initial=np.inf)) / exchange.chunk_tokens
+    chunks = (need - need.min(initial=np.inf)) / chunk_tokens
     at = (chunks + CLOSE).astype(np.int64) // exchange.window + 1
     order = np.argsort(need, kind="stable")
     ends_of = view.entry_row[sender[order]], view.entry_row[receiver[order]]
@@ -231,7 +233,7 @@ def rounds_of(view: ReplicaView, exchange: ExchangePlan, spread: bool) -> Rounds
     arrives = np.zeros((int(at.max(initial=0)) + 1, len(view.rank)), dtype=np.bool_)
     arrives[at, view.entry_row[receiver]] = True
     heads = np.diff(view.kv_ranges, axis=1)[:, 0]
-    round_tokens = exchange.window * exchange.chunk_tokens
+    round_tokens = exchange.window * chunk_tokens
     own = _own_shares(arrives, heads, view.tokens[view.group], round_tokens)
     ends = Turns.of(view.entry_row[sender], at), Turns.of(view.entry_row[receiver], at)
     return Rounds(at, sender, receiver, tokens[order], ends, own, _rooms(arrives))
@@ -288,15 +290,22 @@ def _needed(
     servers: Ints,
     chunk_tokens: int,
     spread: bool,
-) -> tuple[Floats, Ints, Ints, Floats]:
-    """Return when each piece is needed, entries of its ends, and its tokens; row after row."""
-    of_group = [
-        _pieces(g, group_tokens, own_share, fetched, chunk_tokens, spread)
-        for g in range(len(group_tokens))
-    ]
-    total = 0
-    for row in rows:
-        total += len(of_group[group[row]]) * (entry_starts[row + 1] - entry_starts[row])
+) -> tuple[int, Floats, Ints, Ints, Floats]:
+    """Return tokens of a chunk, when each piece is needed, entries of its ends, and its tokens.
+
+    Pieces come row after row. Chunks are doubled until there are few enough.
+    """
+    while True:
+        of_group = [
+            _pieces(g, group_tokens, own_share, fetched, chunk_tokens, spread)
+            for g in range(len(group_tokens))
+        ]
+        total = 0
+        for row in rows:
+            total += len(of_group[group[row]]) * (entry_starts[row + 1] - entry_starts[row])
+        if total <= _MOST_TRANSFERS or chunk_tokens > group_tokens.sum():
+            break
+        chunk_tokens *= 2
     need, tokens = np.empty(total), np.empty(total)
     sender, receiver = np.empty(total, dtype=np.int64), np.empty(total, dtype=np.int64)
     found = 0
@@ -307,7 +316,7 @@ def _needed(
                 need[found], tokens[found] = pieces[i, 0], pieces[i, 2]
                 sender[found], receiver[found] = servers[int(pieces[i, 1]), entry], entry
                 found += 1
-    return need, sender, receiver, tokens
+    return chunk_tokens, need, sender, receiver, tokens
 
 
 @numba.njit(cache=True)

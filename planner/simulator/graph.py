@@ -8,13 +8,11 @@ latency before its bytes flow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numba
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.simulator.links import Uses
@@ -44,9 +42,6 @@ KINDS = (
     FSDP,
 ) = range(len(KINDS))
 COMPUTING = (TOKEN_WISE, ATTENTION, LOGITS, EMBEDDING, OPTIMIZER)
-
-
-Number = TypeVar("Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True)
@@ -119,22 +114,14 @@ class Builder:
         count = self._count
         kind, rank, peer = (np.full(count, value, dtype=np.int64) for value in (GATE, -1, -1))
         seconds, flops = np.zeros(count), np.zeros(count)
-        columns = (rank, peer, seconds, flops)
+        columns = ((rank, -1), (peer, -1), (seconds, 0), (flops, 0))
         for ops, what, *values in self._blocks:
             kind[ops] = what
-            for column, value in zip(columns, values, strict=True):
-                column[ops] = value
-        ops, deps = (_joined(parts, np.int64) for parts in _columns(self._after))
-        assert (deps < ops).all(), "an operation waits for a later one"
-        uses = [found for _, found in self._uses]
-        use_starts, port, use_seconds, num_bytes = _uses_by_operation(
-            _joined([ops[uses.at] for ops, uses in self._uses], np.int64),
-            _joined([each.port for each in uses], np.int64),
-            _joined([each.seconds for each in uses], np.float64),
-            _joined([each.num_bytes for each in uses], np.float64),
-            count,
-        )
-        dep_starts, deps = _deps_by_operation(ops, deps, count)
+            for (column, filled_with), value in zip(columns, values, strict=True):
+                if not np.isscalar(value) or value != filled_with:
+                    column[ops] = value
+        dep_starts, deps = self._deps()
+        use_starts, port, use_seconds, num_bytes = self._ports()
         return Graph(
             kind,
             rank,
@@ -150,47 +137,64 @@ class Builder:
             self.num_ports,
         )
 
+    def _deps(self) -> tuple[Ints, Ints]:
+        """Return where each operation's entries start, and what it waits for."""
+        counts = np.zeros(self._count + 1, dtype=np.int64)
+        for ops, _ in self._after:
+            _count(counts, ops)
+        starts = np.cumsum(counts)
+        free, sorted_deps = starts.copy(), np.empty(starts[-1], dtype=np.int64)
+        for ops, deps in self._after:
+            assert _place_deps(free, ops, deps, sorted_deps), "an operation waits for a later one"
+        return starts, sorted_deps
 
-def _columns(pairs: list[tuple[Ints, Ints]]) -> tuple[list[Ints], list[Ints]]:
-    return [first for first, _ in pairs], [second for _, second in pairs]
-
-
-def _joined(parts: Sequence[NDArray[Number]], kind: type[Number]) -> NDArray[Number]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=kind)
+    def _ports(self) -> tuple[Ints, Ints, Floats, Floats]:
+        """Return where each operation's entries start, and ports, seconds and bytes of its uses."""
+        counts = np.zeros(self._count + 1, dtype=np.int64)
+        for ops, uses in self._uses:
+            _count(counts, ops[uses.at])
+        starts = np.cumsum(counts)
+        free, ports = starts.copy(), np.empty(starts[-1], dtype=np.int64)
+        seconds, num_bytes = np.empty(len(ports)), np.empty(len(ports))
+        for ops, uses in self._uses:
+            _place_uses(free, ops, *uses, ports, seconds, num_bytes)
+        return starts, ports, seconds, num_bytes
 
 
 @numba.njit(cache=True)
-def _starts(ops: Ints, count: int) -> Ints:
-    """Return where each operation's entries start once they are sorted by it, and the end."""
-    starts = np.zeros(count + 1, dtype=np.int64)
+def _count(counts: Ints, ops: Ints) -> None:
+    """Count an entry more for each of some operations; the first count is of none."""
     for op in ops:
-        starts[op + 1] += 1
-    for i in range(count):
-        starts[i + 1] += starts[i]
-    return starts
+        counts[op + 1] += 1
 
 
 @numba.njit(cache=True)
-def _deps_by_operation(ops: Ints, deps: Ints, count: int) -> tuple[Ints, Ints]:
-    """Return where each operation's entries start, and what it waits for."""
-    starts = _starts(ops, count)
-    free, sorted_deps = starts.copy(), np.empty_like(deps)
+def _place_deps(free: Ints, ops: Ints, deps: Ints, out: Ints) -> bool:
+    """Place what operations wait for; return whether all of it comes before them."""
+    fine = True
     for i in range(len(ops)):
-        sorted_deps[free[ops[i]]] = deps[i]
-        free[ops[i]] += 1
-    return starts, sorted_deps
+        op = ops[i]
+        fine &= deps[i] < op
+        out[free[op]] = deps[i]
+        free[op] += 1
+    return fine
 
 
 @numba.njit(cache=True)
-def _uses_by_operation(
-    ops: Ints, port: Ints, seconds: Floats, num_bytes: Floats, count: int
-) -> tuple[Ints, Ints, Floats, Floats]:
-    """Return where each operation's entries start, and ports, seconds and bytes of its uses."""
-    starts = _starts(ops, count)
-    free = starts.copy()
-    ports, times, sizes = np.empty_like(port), np.empty_like(seconds), np.empty_like(num_bytes)
-    for i in range(len(ops)):
-        at = free[ops[i]]
-        ports[at], times[at], sizes[at] = port[i], seconds[i], num_bytes[i]
-        free[ops[i]] = at + 1
-    return starts, ports, times, sizes
+def _place_uses(
+    free: Ints,
+    ops: Ints,
+    at: Ints,
+    port: Ints,
+    num_bytes: Floats,
+    seconds: Floats,
+    ports: Ints,
+    all_seconds: Floats,
+    all_bytes: Floats,
+) -> None:
+    """Place the ports that operations use."""
+    for i in range(len(at)):
+        op = ops[at[i]]
+        to = free[op]
+        ports[to], all_seconds[to], all_bytes[to] = port[i], seconds[i], num_bytes[i]
+        free[op] = to + 1

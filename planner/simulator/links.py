@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +23,8 @@ PORT_OUT, PORT_IN, NIC_OUT, NIC_IN, COPY_ENGINE, UPLINK_OUT, UPLINK_IN = range(7
 """Port number = class * world size + rank, for uplinks + node."""
 OUTWARDS, INWARDS = (PORT_OUT, NIC_OUT), (PORT_IN, NIC_IN)
 _CLASSES = 7
+_MOST_USES = 6
+"""Of one transfer: port, NIC and uplink of each end."""
 
 
 class Uses(NamedTuple):
@@ -71,22 +74,20 @@ class Links:
     def point_to_point(self, sender: Ints, receiver: Ints, num_bytes: Floats) -> Uses:
         """Return the ports of transfers; empty ones use none."""
         rates = self.rates
-        near = (rates.node[sender] == rates.node[receiver]) & (num_bytes > 0)
-        far = (rates.node[sender] != rates.node[receiver]) & (num_bytes > 0)
-        parts: list[_Part] = []
-        for rank, port, nic, uplink in (
-            (sender, PORT_OUT, NIC_OUT, UPLINK_OUT),
-            (receiver, PORT_IN, NIC_IN, UPLINK_IN),
-        ):
-            inside = near | (far & rates.shares_port[rank])
-            parts.append((inside, port, rank, num_bytes, rates.in_node[rank]))
-            parts.append((far, nic, rank, num_bytes, rates.across[rank]))
-            if self.conditions.oversubscription > 1:
-                node = rates.node[rank]
-                parts.append((far, uplink, node, num_bytes, self._uplink[node]))
-        if self.conditions.copy_engine:
-            parts.append((near, COPY_ENGINE, sender, num_bytes, rates.in_node[sender]))
-        return self._gathered(parts)
+        uplink = self._uplink if self.conditions.oversubscription > 1 else np.zeros(0)
+        return Uses(
+            *_point_to_point(
+                np.ascontiguousarray(sender),
+                np.ascontiguousarray(receiver),
+                np.ascontiguousarray(num_bytes),
+                rates.node,
+                rates.shares_port,
+                rates.in_node,
+                rates.across,
+                uplink,
+                self.conditions.copy_engine,
+            )
+        )
 
     def all_to_all(self, rank: Ints, traffic: Ports) -> Uses:
         """Return the ports of all-to-alls, of each row's rank; across nodes they reach less."""
@@ -131,3 +132,47 @@ class Links:
             size = num_bytes[index]
             found.append((index, kind * self.world_size + whose[index], size, size / rate[index]))
         return Uses(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+@numba.njit(cache=True)
+def _point_to_point(
+    sender: Ints,
+    receiver: Ints,
+    num_bytes: Floats,
+    node: Ints,
+    shares_port: NDArray[np.bool_],
+    in_node: Floats,
+    across: Floats,
+    uplink: Floats,
+    copy_engine: bool,
+) -> tuple[Ints, Ints, Floats, Floats]:
+    """Return the uses of transfers, one after the other; without uplinks none counts."""
+    world, most = len(node), _MOST_USES * len(sender)
+    at, port = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    size, seconds = np.empty(most), np.empty(most)
+    found = 0
+    for i in range(len(sender)):
+        if num_bytes[i] <= 0:
+            continue
+        near = node[sender[i]] == node[receiver[i]]
+        first = found
+        for inwards in range(2):
+            rank = receiver[i] if inwards else sender[i]
+            if near or shares_port[rank]:
+                port[found] = (PORT_OUT + inwards) * world + rank
+                seconds[found] = num_bytes[i] / in_node[rank]
+                found += 1
+            if not near:
+                port[found] = (NIC_OUT + inwards) * world + rank
+                seconds[found] = num_bytes[i] / across[rank]
+                found += 1
+            if not near and len(uplink):
+                port[found] = (UPLINK_OUT + inwards) * world + node[rank]
+                seconds[found] = num_bytes[i] / uplink[node[rank]]
+                found += 1
+        if near and copy_engine:
+            port[found] = COPY_ENGINE * world + sender[i]
+            seconds[found] = num_bytes[i] / in_node[sender[i]]
+            found += 1
+        at[first:found], size[first:found] = i, num_bytes[i]
+    return at[:found], port[:found], size[:found], seconds[:found]

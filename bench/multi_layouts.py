@@ -4,6 +4,8 @@ heads     one group of all ranks: all-to-alls, no exchange of keys (Ulysses)
 ring      groups of one rank: exchange of keys, no all-to-all
 hybrid    groups of two
 uneven    groups of three ranks and of one, all tokens and heads uneven
+
+With "-spread" at the end, keys come in that order: a piece of every group's at any time.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def long_tailed(tokens: int) -> tuple[int, ...]:
 
 def plan_of(layout: str, shape: Shape, num_ranks: int) -> Plan:
     """Return the plan of a layout's name for `num_ranks` ranks, which divide the tokens."""
+    name, _, order = layout.partition("-")
     tokens, heads = shape.tokens // num_ranks, shape.q_heads
     groups = {
         "heads": [Split((tokens,) * num_ranks, (heads // num_ranks,) * num_ranks)],
@@ -68,8 +71,10 @@ def plan_of(layout: str, shape: Shape, num_ranks: int) -> Plan:
         q_per_kv = heads // shape.kv_heads
         split = (heads - 5 * q_per_kv, 3 * q_per_kv, 2 * q_per_kv)
         groups["uneven"] = [Split(three, split), Split((shape.tokens - sum(three),), (heads,))]
-    exchange = ExchangePlan(chunk_tokens=8192, window=4)
-    return Plan.from_splits(groups[layout], num_kv_heads=shape.kv_heads, exchange=exchange)
+    exchange = ExchangePlan(
+        chunk_tokens=8192, window=4, order="spread" if order == "spread" else "ring"
+    )
+    return Plan.from_splits(groups[name], num_kv_heads=shape.kv_heads, exchange=exchange)
 
 
 def busiest_flops(shape: Shape, plan: Plan) -> float:

@@ -13,6 +13,7 @@ NAMES = {
     "hexiseq-heads": "**ours, one group** (peer memory)",
     "hexiseq-heads-nccl": "ours, one group (NCCL)",
     "hexiseq-ring": "**ours, groups of one**",
+    "hexiseq-ring-spread": "ours, groups of one, keys of all groups at any time",
     "hexiseq-hybrid": "ours, groups of two (peer memory)",
     "hexiseq-hybrid-nccl": "ours, groups of two (NCCL)",
     "hexiseq-uneven": "ours, groups of 3 and 1, uneven tokens and heads",

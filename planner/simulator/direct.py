@@ -239,9 +239,10 @@ def rounds_of(view: ReplicaView, exchange: ExchangePlan, spread: bool) -> Rounds
     return Rounds(at, sender, receiver, tokens[order], ends, own, _rooms(arrives))
 
 
-_others_turn, _num_pieces, _piece_edges, _radical_inverse = (
-    numba.njit(cache=True)(each) for each in (others_turn, num_pieces, piece_edges, radical_inverse)
-)
+_others_turn = numba.njit(cache=True)(others_turn)
+_num_pieces = numba.njit(cache=True)(num_pieces)
+_piece_edges = numba.njit(cache=True)(piece_edges)
+_radical_inverse = numba.njit(cache=True)(radical_inverse)
 
 
 @numba.njit(cache=True)

@@ -217,21 +217,34 @@ def test_a_sink_joins_at_the_last_launch_only() -> None:
         attention_forward(q, k, v, None, lse, *call, first=True, out=q, sink=case.sinks[:1])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_chunks"),
+    [
+        ((70, 0, 30), 5),
+        ((330, 0, 60), 4),  # whole blocks of several chunks in one launch
+        *([((5000, 0, 900), 17), ((2048,), 8)] if ON_CARD else []),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("loader")
-def test_one_launch_sees_chunks_anywhere_in_a_pool() -> None:
-    """Two launches, of two and three of the chunks, whose rows stand apart in NaN."""
-    case = Case((70, 0, 30), q_per_kv=2)
+def test_one_launch_sees_chunks_anywhere_in_a_pool(
+    lengths: tuple[int, ...], num_chunks: int
+) -> None:
+    """Two launches, each of about half of the chunks, whose rows stand apart in NaN."""
+    case = Case(lengths, q_per_kv=2)
     q, k, v, do = inputs = case.inputs()
     o, dq, dk, dv, lse = in_chunks(case, inputs, 1)
-    chunks = list(chunks_of(case, 5))
-    pool = torch.full((2, 200, 1, 64), torch.nan, dtype=k.dtype, device=DEVICE)
+    chunks = list(chunks_of(case, num_chunks))
+    pool_rows = sum(lengths) + 10 * num_chunks
+    pool = torch.full((2, pool_rows, 1, 64), torch.nan, dtype=k.dtype, device=DEVICE)
     held, row = [], 3
     for rows, segments in chunks:
         size = rows.stop - rows.start
         pool[:, row : row + size] = torch.stack([k[rows], v[rows]])
         held.append((slice(row, row + size), placed(segments, row)))
         row += size + 7
-    halves = [sum((segments for _, segments in held[part]), ()) for part in (slice(2), slice(2, 5))]
+    parts = slice(num_chunks // 2), slice(num_chunks // 2, num_chunks)
+    halves = [sum((segments for _, segments in held[part]), ()) for part in parts]
 
     found = torch.full_like(o, torch.nan), torch.full_like(lse, torch.nan)
     for i, segments in enumerate(halves):
@@ -239,7 +252,7 @@ def test_one_launch_sees_chunks_anywhere_in_a_pool() -> None:
     torch.testing.assert_close(found, (o, lse), rtol=2e-3, atol=2e-3)
 
     delta = row_dots(do, o)
-    grads = torch.zeros(2, 200, 1, 64, device=DEVICE)
+    grads = torch.zeros(2, pool_rows, 1, 64, device=DEVICE)
     dq_found = torch.zeros_like(dq)
     for segments in halves:
         attention_backward(

@@ -20,9 +20,10 @@ from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.planner.write import written
 
 SEARCH = "hexiseq"
+SIMULATED = "simulated"
 DESCENTS = {"descent_proportional": 1.0, "descent_sqrt": 0.5}
 """Coordinate descent from tokens in proportion to this power of a group's speed."""
-STRATEGIES = (SEARCH, *DESCENTS, *BASELINES)
+STRATEGIES = (SEARCH, SIMULATED, *DESCENTS, *BASELINES)
 
 _HEURISTIC = "heuristic: the search takes the documents' work as even along a sequence"
 _CUT_SHORT = "the search was cut short by its time limit; without one there may be a better plan"
@@ -55,11 +56,13 @@ def plan(
         recompute: "full" keeps only layer inputs for backward, "none" keeps everything.
         causal: whether a token sees only tokens before it.
         strategy: "hexiseq" takes the best of the search and of all baselines that the runtime can
-            carry out; a baseline's name takes that one's best layout; "descent_proportional" and
-            "descent_sqrt" are a plain coordinate descent, to compare the search with.
+            carry out; "simulated" lets the simulator choose among the best of them, which takes
+            seconds instead of tenths and pays where nodes share slow links; a baseline's name takes
+            that one's best layout; "descent_proportional" and "descent_sqrt" are a plain coordinate
+            descent, to compare the search with.
         memory_limit_share: how much of each GPU's memory may be used.
         time_limit_seconds: when to end the search; the plan then says so in its notes. Plans made
-            without a limit are the same every time.
+            without a limit are the same every time. Not for "simulated".
         what_if: plan for GPUs that cannot run this package's kernels too.
 
     Raises:
@@ -68,6 +71,11 @@ def plan(
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy is {strategy!r}; it is one of {', '.join(STRATEGIES)}")
+    if strategy == SIMULATED and time_limit_seconds is not None:
+        raise ConfigError(
+            f"time_limit_seconds is {time_limit_seconds}, and the strategy is {SIMULATED!r}, which "
+            f"looks at a fixed number of layouts; leave the limit out, or take {SEARCH!r}"
+        )
     fields = {
         "seq_len": seq_len,
         "documents": documents,
@@ -85,6 +93,9 @@ def plan(
     if strategy == SEARCH:
         cost, description, cut_short = _searched(problem, baselines, time_limit_seconds)
         notes = [_CUT_SHORT] if cut_short else []
+    elif strategy == SIMULATED:
+        cost, note = _simulated(problem)
+        description, notes = f"{SIMULATED}: {cost.layout.name}", [note]
     elif strategy in DESCENTS:
         cost, description = _descended(problem, strategy), strategy
     else:
@@ -185,6 +196,22 @@ def _searched(
         raise InfeasibleError(_does_not_fit(problem))
     name = min(found, key=lambda name: found[name].step_seconds)
     return found[name], name, search.cut_short
+
+
+def _simulated(problem: Problem) -> tuple[Cost, str]:
+    """Return the layout that the simulator finds fastest, and what it says of it."""
+    from hexiseq_triton.planner.reproduction.contenders import Contenders
+    from hexiseq_triton.planner.reproduction.judge import Judge
+
+    runnable, judge = Contenders.of(problem).runnable, Judge("direct")
+    best = judge.fastest(runnable)
+    if best is None:
+        raise InfeasibleError(_does_not_fit(problem))
+    first = judge.judged(min(runnable, key=lambda cost: cost.step_seconds))
+    return best.cost, (
+        f"chosen by the simulator: there a step takes {best.seconds:.4g} s, and one of the layout "
+        f"that the cost model likes best {first.seconds:.4g} s"
+    )
 
 
 def _descended(problem: Problem, strategy: str) -> Cost:

@@ -90,8 +90,7 @@ def _judged(
     problem = Problem(variant.cluster, model, workload, ExchangePlan())
     outcome = Outcome(variant, _price(variant, prices), longest_seq_len(problem))
     judge, contenders = Judge(mode), Contenders.of(problem)
-    runnable = (cost for cost in contenders.all_baselines if cost.layout.executable)
-    best = judge.fastest([*contenders.ours, *runnable])
+    best = judge.fastest(contenders.runnable)
     if best is None:
         return replace(outcome, reason=out_of_memory(problem, roomiest(Splitter(problem))))
     found = simulate(best.cost, mode=mode, engine="event")

@@ -22,6 +22,7 @@ from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.replicas import allotments
 from hexiseq_triton.planner.resplitting import resplit
 from hexiseq_triton.planner.search import Options, Search
+from hexiseq_triton.planner.simulator import simulate_plan
 from hexiseq_triton.planner.solve import max_seq_len, plan
 from hexiseq_triton.planner.stages import Splitter
 
@@ -146,7 +147,7 @@ def test_a_model_that_never_fits_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("wrong", "needle"),
     [
-        ({"strategy": "magic"}, "strategy is 'magic'; it is one of hexiseq, descent"),
+        ({"strategy": "magic"}, "strategy is 'magic'; it is one of hexiseq, simulated, descent"),
         ({"seq_len": 0}, "seq_len is 0"),
         ({"accumulation": 3}, "does not divide by accumulation 3"),
         ({"recompute": "half"}, "recompute is 'half'"),
@@ -176,6 +177,28 @@ def test_a_plan_cut_short_says_so() -> None:
 
     short = plan(SIXTEEN, "7b", seq_len=32768, time_limit_seconds=0.0)
     assert any("cut short by its time limit" in note for note in short.notes)
+
+
+def test_the_simulator_chooses_no_slower_a_layout_than_the_cost_model() -> None:
+    cluster, model = Cluster.load(SIXTEEN), ModelSpec.load("13b")
+    simulated, searched = (
+        plan(cluster, model, seq_len=131072, strategy=strategy)
+        for strategy in ("simulated", "hexiseq")
+    )
+    seconds = [
+        simulate_plan(each, cluster, model, engine="event").step_seconds
+        for each in (simulated, searched)
+    ]
+    assert seconds[0] <= seconds[1]
+    assert simulated.executable
+    assert simulated.predicted is not None
+    (note,) = simulated.notes
+    assert note.startswith(f"chosen by the simulator: there a step takes {seconds[0]:.4g} s")
+
+    with pytest.raises(ConfigError, match="leave the limit out, or take 'hexiseq'"):
+        plan(cluster, model, seq_len=4096, strategy="simulated", time_limit_seconds=1.0)
+    with pytest.raises(InfeasibleError, match="seq_len 100000000 does not fit"):
+        plan(cluster, model, seq_len=100_000_000, strategy="simulated")
 
 
 def test_a_plan_for_documents_is_called_heuristic() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,9 +139,7 @@ def _notes(judge: Judge, contenders: Contenders, ours: Judged | None) -> dict[st
 
 def _planned(contenders: Contenders) -> Cost | None:
     """Return what `hexiseq plan` would choose: the cost model's favourite."""
-    runnable = [c for c in contenders.all_baselines if c.layout.executable]
-    layouts: Sequence[Cost] = [*contenders.ours, *runnable]
-    return min(layouts, key=lambda cost: cost.step_seconds, default=None)
+    return min(contenders.runnable, key=lambda cost: cost.step_seconds, default=None)
 
 
 def is_compute_bound(problem: Problem) -> bool:

@@ -59,6 +59,11 @@ class Contenders:
         """All baselines' layouts."""
         return [cost for costs in self.baselines.values() for cost in costs]
 
+    @property
+    def runnable(self) -> list[Cost]:
+        """All layouts that the runtime can carry out."""
+        return [*self.ours, *(cost for cost in self.all_baselines if cost.layout.executable)]
+
     def of_baseline(self, name: str) -> list[Cost]:
         """Return a baseline's layouts, with those of libraries whose exchange is a ring."""
         names = (name, *_ALSO.get(name, ()))

@@ -20,13 +20,13 @@ from hexiseq_triton.planner.plans import ExchangePlan, Order, Plan, Split
 from hexiseq_triton.planner.problem import Group, Work
 from hexiseq_triton.planner.schedule import transfers
 from hexiseq_triton.planner.simulator import ENGINES, MODES, Conditions, layer_seconds, simulate
-from hexiseq_triton.planner.simulator.direct import rounds_of
 from hexiseq_triton.planner.simulator.fair_sharing import fair_sharing
 from hexiseq_triton.planner.simulator.graph import KEYS, Builder
 from hexiseq_triton.planner.simulator.layer import Compiler
 from hexiseq_triton.planner.simulator.links import Uses
 from hexiseq_triton.planner.simulator.occupancy import fullest_port_seconds
 from hexiseq_triton.planner.simulator.replicas import replica_views
+from hexiseq_triton.planner.simulator.rounds import rounds_of
 from hexiseq_triton.segments import CAUSAL, merge
 
 RINGS = ("lockstep", "async", "streamed")

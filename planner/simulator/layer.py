@@ -19,7 +19,7 @@ from hexiseq_triton.planner.problem import Work
 from hexiseq_triton.planner.rates import Floats, Ints, together
 from hexiseq_triton.planner.simulator.attention import Attention
 from hexiseq_triton.planner.simulator.conditions import Conditions
-from hexiseq_triton.planner.simulator.direct import Rounds, direct, rounds_of
+from hexiseq_triton.planner.simulator.direct import direct
 from hexiseq_triton.planner.simulator.double_ring import double_ring
 from hexiseq_triton.planner.simulator.gathered import gathered
 from hexiseq_triton.planner.simulator.graph import (
@@ -33,6 +33,7 @@ from hexiseq_triton.planner.simulator.graph import (
 from hexiseq_triton.planner.simulator.links import Links, Uses
 from hexiseq_triton.planner.simulator.replicas import ReplicaView, replica_views
 from hexiseq_triton.planner.simulator.rings import ring
+from hexiseq_triton.planner.simulator.rounds import Rounds, rounds_of
 from hexiseq_triton.planner.traffic import BF16, FLOAT32, all_to_all
 
 Mode = Literal["direct", "async", "streamed", "lockstep", "double_ring", "all_gather"]

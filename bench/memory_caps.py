@@ -90,9 +90,19 @@ def trained(
         except torch.OutOfMemoryError as error:
             outcome = f"rank {context.rank} is out of memory"
             fail({"outcome": outcome, "error": str(error)[:200]})
+        free, total = torch.cuda.mem_get_info(device)
+        outside = total - free - torch.cuda.memory_reserved(device)
         used: list[Any] = [None] * plan.world_size
-        dist.all_gather_object(used, round(torch.cuda.max_memory_reserved() / 1e9, 1))
-        return {"outcome": f"trained {len(losses)} steps", "losses": losses, "peak_gb": used}
+        dist.all_gather_object(used, (torch.cuda.max_memory_reserved(device), outside))
+        peaks, outsides = (
+            [round(each / 1e9, 1) for each in found] for found in zip(*used, strict=True)
+        )
+        return {
+            "outcome": f"trained {len(losses)} steps",
+            "losses": losses,
+            "peak_gb": peaks,
+            "outside_gb": outsides,
+        }
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def plan(
         notes.append(_HEURISTIC)
     if not cost.layout.executable:
         notes.append(f"the runtime does not exchange KV by {cost.layout.exchange}")
-    result = written(problem, cost, description, baselines, [*notes, *unrunnable])
+    result = written(cost.problem, cost, description, baselines, [*notes, *unrunnable])
     result = replace(result, executable=result.executable and not unrunnable)
     result.validate()
     return result
@@ -199,19 +199,12 @@ def _searched(
 
 
 def _simulated(problem: Problem) -> tuple[Cost, str]:
-    """Return the layout that the simulator finds fastest, and what it says of it."""
-    from hexiseq_triton.planner.reproduction.contenders import Contenders
-    from hexiseq_triton.planner.reproduction.judge import Judge
+    from hexiseq_triton.planner.simulated import simulated  # numba is slow to import
 
-    runnable, judge = Contenders.of(problem).runnable, Judge("direct")
-    best = judge.fastest(runnable)
-    if best is None:
+    found = simulated(problem)
+    if found is None:
         raise InfeasibleError(_does_not_fit(problem))
-    first = judge.judged(min(runnable, key=lambda cost: cost.step_seconds))
-    return best.cost, (
-        f"chosen by the simulator: there a step takes {best.seconds:.4g} s, and one of the layout "
-        f"that the cost model likes best {first.seconds:.4g} s"
-    )
+    return found
 
 
 def _descended(problem: Problem, strategy: str) -> Cost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -18,7 +19,7 @@ from hexiseq_triton.planner.estimate import Estimator
 from hexiseq_triton.planner.groupings import groupings
 from hexiseq_triton.planner.layouts import BASELINES
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.planner.plans import Plan
+from hexiseq_triton.planner.plans import ExchangePlan, Plan
 from hexiseq_triton.planner.replicas import allotments
 from hexiseq_triton.planner.resplitting import resplit
 from hexiseq_triton.planner.search import Options, Search
@@ -199,6 +200,19 @@ def test_the_simulator_chooses_no_slower_a_layout_than_the_cost_model() -> None:
         plan(cluster, model, seq_len=4096, strategy="simulated", time_limit_seconds=1.0)
     with pytest.raises(InfeasibleError, match="seq_len 100000000 does not fit"):
         plan(cluster, model, seq_len=100_000_000, strategy="simulated")
+
+
+def test_the_simulator_fetches_further_ahead_where_nics_are_slow() -> None:
+    nodes = [{"name": gpu, "gpus": {gpu: 8}} for gpu in ("H100-SXM", "A100-SXM-80GB")]
+    cluster = Cluster.from_mapping({"inter_gb_per_s": 3, "nodes": nodes})
+    model = ModelSpec.load("13b")
+    wide = plan(cluster, model, seq_len=262144, strategy="simulated")
+    narrow = replace(wide, exchange=replace(wide.exchange, window=ExchangePlan().window))
+    seconds = [
+        simulate_plan(each, cluster, model, engine="event").step_seconds for each in (wide, narrow)
+    ]
+    assert wide.exchange.window > narrow.exchange.window
+    assert seconds[0] < 0.95 * seconds[1]
 
 
 def test_a_plan_for_documents_is_called_heuristic() -> None:

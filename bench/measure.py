@@ -43,6 +43,13 @@ def event_ms(function: Callable[[], object], ahead_ms: float = 1.0) -> float:
     return start.elapsed_time(stop)
 
 
+def outside_allocator(device: torch.device) -> int:
+    """Return the bytes of a GPU in use that PyTorch's allocator does not hold: CUDA's context,
+    NCCL, memory that ranks share."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
 def record(
     benchmark: Any,
     suite: str,

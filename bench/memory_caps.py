@@ -90,8 +90,7 @@ def trained(
         except torch.OutOfMemoryError as error:
             outcome = f"rank {context.rank} is out of memory"
             fail({"outcome": outcome, "error": str(error)[:200]})
-        free, total = torch.cuda.mem_get_info(device)
-        outside = total - free - torch.cuda.memory_reserved(device)
+        outside = measure.outside_allocator(device)
         used: list[Any] = [None] * plan.world_size
         dist.all_gather_object(used, (torch.cuda.max_memory_reserved(device), outside))
         peaks, outsides = (

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
+from measure import outside_allocator
 from validation_cases import PLANS, Line, model_of, plan_of, read_cases
 from validation_parts import kernel_lines, link_lines
 from validation_training import Call, layer_both_ways, training_step
@@ -204,9 +205,7 @@ def _phases(context: ParallelContext, call: Call) -> Phases:
 
 def _memory(device: torch.device) -> Line:
     """Return each rank's peak, and what it consists of."""
-    free, total = torch.cuda.mem_get_info(device)
-    most = torch.cuda.max_memory_reserved(device)
-    outside = total - free - torch.cuda.memory_reserved(device)
+    most, outside = torch.cuda.max_memory_reserved(device), outside_allocator(device)
     found = _gathered((most + outside, torch.cuda.max_memory_allocated(device), most, outside))
     names = ("peak_bytes", "allocated_bytes", "reserved_bytes", "outside_bytes")
     return {name: [each[at] for each in found] for at, name in enumerate(names)}

@@ -25,27 +25,32 @@ def length(seq_len: int) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Return a ratio at two decimals; a dash where there is none."""
-    return "-" if value is None else f"{value:.2f}"
+    """Return a ratio at two decimals."""
+    return _shown(value, ".2f")
 
 
 def figure(value: float | None) -> str:
     """Return a figure of the paper as it was given."""
-    return "-" if value is None else f"{value:g}"
+    return _shown(value, "g")
 
 
 def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+    return _shown(share, ".0%")
 
 
 def rate(tokens_per_s: float | None) -> str:
-    return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+    return _shown(tokens_per_s, ",.0f")
 
 
 def seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return _shown(value, ".3g")
 
 
 def more(times: float | None) -> str:
     """Return how much longer something takes."""
-    return "-" if times is None else f"{times - 1:+.0%}"
+    return _shown(None if times is None else times - 1, "+.0%")
+
+
+def _shown(value: float | None, form: str) -> str:
+    """Return a number in a format; a dash where there is none."""
+    return "-" if value is None else format(value, form)

@@ -279,7 +279,8 @@ def _consume(
         if STAGED:
             place = staged.index(W)
             if place.dtype != out_tiles.dtype:
-                place = place._reinterpret(out_tiles.dtype, [ROWS, D], queries.layout)
+                halves = staged._reinterpret(out_tiles.dtype, [4, ROWS, D], queries.layout)
+                place = halves.index(2 * W)  # Triton 3.8 reinterprets whole buffers only
             if SMALL and FIRST:
                 tma.store_wait(0)  # the previous tile's output has left
             partition_barrier()

@@ -49,7 +49,16 @@ MOST_CHECKED = 65536
 TOLERANCE = 1e-2  # both sides round to bf16
 MOVED = Shape((65536,))
 DOCUMENTS = Shape(long_tailed(131072))
-LAYOUTS = ("heads", "heads-nccl", "ring", "ring-spread", "hybrid", "hybrid-nccl", "uneven")
+LAYOUTS = (
+    "heads",
+    "heads-nccl",
+    "ring",
+    "ring-nccl",
+    "ring-spread",
+    "hybrid",
+    "hybrid-nccl",
+    "uneven",
+)
 Setup = Callable[[ExitStack], tuple[Callable[[], object], float]]
 """Returns the call to time and its forward FLOPs on the busiest GPU; the stack is closed after."""
 Job = tuple[str, str, Setup]

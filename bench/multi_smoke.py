@@ -121,6 +121,7 @@ def stage(
         if name.startswith("alone"):
             still = Still(None, context.rank, {}, context.device)
             stack.enter_context(patch.object(context, "routes", still))
+            stack.enter_context(patch.object(context, "peer_routes", None))
         for _ in range(calls):
             call()
     _synchronize()

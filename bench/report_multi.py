@@ -12,7 +12,8 @@ SUITE = "multi"
 NAMES = {
     "hexiseq-heads": "**ours, one group** (peer memory)",
     "hexiseq-heads-nccl": "ours, one group (NCCL)",
-    "hexiseq-ring": "**ours, groups of one**",
+    "hexiseq-ring": "**ours, groups of one** (peer memory)",
+    "hexiseq-ring-nccl": "ours, groups of one (NCCL)",
     "hexiseq-ring-spread": "ours, groups of one, keys of all groups at any time",
     "hexiseq-hybrid": "ours, groups of two (peer memory)",
     "hexiseq-hybrid-nccl": "ours, groups of two (NCCL)",

@@ -137,7 +137,7 @@ class Runs:
             call()
             samples = [self._seconds(call, case["level"]) for _ in range(self._samples)]
             phases = _gathered(_phases(context, call))
-            more: Line = {"heads_path": _gathered(context.heads_path), "phases": phases}
+            more: Line = {"paths": _gathered(context.paths), "phases": phases}
             if case["level"] == "step" and self.device.type == "cuda":
                 more |= _memory(self.device)
             del call

@@ -186,7 +186,7 @@ class _Attention(torch.autograd.Function):
             with span("all-to-all in"):
                 inputs = heads.start_inputs(q, k, v, rotation)
                 inputs.kv_pending.wait()
-                ring = _ring(context, layout, inputs.kv, call.options)
+                ring = _ring(call, inputs.kv, q, wire=None)
                 inputs.q_pending.wait()
             held = None if sink is None else sink[slice(*layout.share.q_heads)].contiguous()
             o = heads.outputs_room(q)
@@ -204,7 +204,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (do,) = grads
-        context, layout, options, deterministic, reduce_dtype = ctx.call
+        context, layout, _, deterministic, reduce_dtype = ctx.call
         dk, dv = do.new_empty(ctx.kv_shape), do.new_empty(ctx.kv_shape)
         sink, *saved = ctx.saved_tensors
         dsink = None if sink is None else torch.zeros_like(sink)
@@ -217,7 +217,7 @@ class _Attention(torch.autograd.Function):
             heads = head_exchange(context, layout, do)
             kv = dict(zip(ctx.intervals, parts, strict=True))
             do = do.contiguous()  # a gradient may be one number, expanded
-            ring = _ring(context, layout, kv, options)
+            ring = _ring(ctx.call, kv, do, wire=reduce_dtype or lse.dtype)
             with span("all-to-all in"):
                 do_heads, blocks, pending = heads.start_gradients(do, row_dots(do, out))
                 pending.wait()
@@ -227,14 +227,17 @@ class _Attention(torch.autograd.Function):
                 dsink[held] = sink_gradient(sink[held], lse, delta)
             own, dkv = heads.kv_gradient_room(do, sums=ring.exchanges)
             dq_heads = ring.backward(
-                q_heads, do_heads, lse, delta, dkv,
-                deterministic=deterministic, reduce_dtype=reduce_dtype,
-            )  # fmt: skip
+                q_heads, do_heads, lse, delta, dkv, deterministic=deterministic
+            )
             with span("all-to-all out"):
                 dq = heads.gradients_to_tokens(dq_heads, own, dk, dv, rotation)
         return dq, dk, dv, dsink, None, None
 
 
-def _ring(context: ParallelContext, layout: BatchLayout, kv: KV, options: AttentionOptions) -> Ring:
+def _ring(call: _Call, kv: KV, like: torch.Tensor, *, wire: torch.dtype | None) -> Ring:
     """Start the exchange of one call."""
-    return Ring(context.routes, layout, kv, options, context.timeline, sm_margin=context.sm_margin)
+    context = call.context
+    return Ring(
+        context.key_routes, call.layout, kv, like, call.options, context.timeline,
+        wire=wire, sm_margin=context.sm_margin,
+    )  # fmt: skip

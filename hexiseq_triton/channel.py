@@ -61,28 +61,16 @@ class Pending:
         self._works, self._kept = (), ()
 
 
-class Channel:
-    """A communicator among some ranks of the plan.
+class Lane:
+    """A stream on which transfers follow each other; on a CPU all is done at once.
 
     Args:
-        group: the process group; None where the channel has one rank.
-        rank: this rank's number in the plan.
-        world_ranks: the process that runs each rank of the plan.
-        device: this rank's device.
+        device: whose stream it is.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        world_ranks: Mapping[int, int],
-        device: torch.device,
-    ) -> None:
-        self.group = group
-        self.rank = rank
-        self._world_ranks = world_ranks
+    def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
-        if group is not None and device.type == "cuda":
+        if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
 
     def mark(self) -> Mark:
@@ -100,6 +88,29 @@ class Channel:
                 self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream):
             yield
+
+
+class Channel(Lane):
+    """A communicator among some ranks of the plan.
+
+    Args:
+        group: the process group; None where the channel has one rank.
+        rank: this rank's number in the plan.
+        world_ranks: the process that runs each rank of the plan.
+        device: this rank's device.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world_ranks: Mapping[int, int],
+        device: torch.device,
+    ) -> None:
+        super().__init__(torch.device("cpu") if group is None else device)
+        self.group = group
+        self.rank = rank
+        self._world_ranks = world_ranks
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Pending:
         """Start one group of transfers; `what` names it in errors.

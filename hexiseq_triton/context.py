@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -20,9 +20,11 @@ from hexiseq_triton.agreement import Agreement
 from hexiseq_triton.communicators import make_communicators
 from hexiseq_triton.devices import DeviceReport, describe_device, place
 from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
+from hexiseq_triton.exchange import MessageRoutes
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.loss import token_mean
 from hexiseq_triton.peer_memory import PeerMemory, open_peer_memory
+from hexiseq_triton.peer_routes import PeerRoutes, open_peer_routes
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.shard import LocalBatch, shard, unshard
 from hexiseq_triton.slow_start import told_if_slow
@@ -52,8 +54,8 @@ def init(
         device: this process's device; its local GPU if left out, else the CPU.
         timeout: how long a rank waits for another before it raises.
         remap: let processes run ranks in another order where the devices ask for it.
-        symmetric_memory: let the ranks of a group that are on one host write to each other's
-            memory where they can; False sends all by NCCL.
+        symmetric_memory: let the ranks of a group, and those of a replica, that are on one host
+            use each other's memory where they can; False sends all by NCCL.
 
     Raises:
         PlanError: the same on every rank, if ranks hold different plans, the world has another
@@ -137,6 +139,9 @@ class ParallelContext:
             it is set.
         peer_memory: memory that the ranks of this rank's group share; None sends messages.
         heads_path: how this rank's head all-to-alls travel, and why; for reports.
+        peer_routes: the exchange between groups by memory that the ranks of this rank's replica
+            share; None sends messages.
+        routes_path: how that exchange travels, and why; for reports.
     """
 
     def __init__(
@@ -153,7 +158,8 @@ class ParallelContext:
         self.timeline = Timeline(device)
         self.sm_margin = 0
         self.peer_memory: PeerMemory | None = None
-        self.heads_path = "NCCL" if device.type == "cuda" else "gloo"
+        self.peer_routes: PeerRoutes | None = None
+        self.heads_path = self.routes_path = "NCCL" if device.type == "cuda" else "gloo"
         self.rank = world_ranks.index(dist.get_rank())
         self.replica = plan.replica_of(self.rank)
         self._world_ranks = dict(enumerate(world_ranks))
@@ -167,17 +173,38 @@ class ParallelContext:
         self.world_group, self.routes, self.heads, self._groups = made
 
     def share_memory(self, timeout: timedelta) -> None:
-        """Let the head all-to-alls go by peer memory where they can; a call of all ranks."""
-        group = self.heads.group
-        if group is None or self.device.type != "cuda":
+        """Let all-to-alls and keys go by peer memory where they can; a call of all ranks."""
+        if self.device.type != "cuda":
             return
+        group = self.heads.group
+        if group is not None:
+            gather = self._gather_in(group, "memory")
+            self.peer_memory, self.heads_path = open_peer_memory(
+                group, self.device, timeout, gather, "the head all-to-all"
+            )
+        group = self.routes.group
+        if group is not None and len(self.plan.replicas[self.replica or 0].groups) > 1:
+            process = {process: rank for rank, process in self._world_ranks.items()}
+            ranks = [process[number] for number in dist.get_process_group_ranks(group)]
+            gather = self._gather_in(group, "routes")
+            self.peer_routes, self.routes_path = open_peer_routes(
+                group, ranks, self.rank, self.device, timeout, gather
+            )
+
+    def _gather_in(self, group: dist.ProcessGroup, name: str) -> Callable[[str], Sequence[str]]:
+        """Return what tells every rank's answer in a group to all of them."""
         ranks = dist.get_process_group_ranks(group)
-        self.peer_memory, self.heads_path = open_peer_memory(
-            group,
-            self.device,
-            timeout,
-            lambda answer: self._agreement.gather(f"memory/{ranks[0]}", ranks, answer),
-        )
+        return lambda answer: self._agreement.gather(f"{name}/{ranks[0]}", ranks, answer)
+
+    @property
+    def paths(self) -> str:
+        """How transfers of this rank's attention travel, and why; for reports."""
+        return f"head all-to-alls by {self.heads_path}, keys by {self.routes_path}"
+
+    @property
+    def key_routes(self) -> MessageRoutes | PeerRoutes:
+        """How keys and their gradients travel between groups."""
+        return self.peer_routes or MessageRoutes(self.routes)
 
     # ---------------------------------------------------------------- what users call
 
@@ -284,6 +311,8 @@ class ParallelContext:
 
     def close(self) -> None:
         """Destroy the groups, and torch.distributed if `init` initialised it."""
+        if self.peer_routes is not None:
+            self.peer_routes.close()
         groups, self._groups = self._groups, []
         for group in groups:
             dist.destroy_process_group(group)

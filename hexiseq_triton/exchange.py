@@ -1,5 +1,7 @@
 """What one rank's attention exchanges with other groups: keys that arrive, gradients that return.
 
+`Arrivals` and `Returns` move both as messages; `peer_routes` does it by memory that ranks share.
+
 Both walk the rounds of a layout. On all ranks round r + 2 of the keys starts after the returns of
 round r, so the two ends of every transfer agree, and whatever else a rank does is its own affair:
 a round begins as soon as its room in the pools is free. So a rank that works on its own keys for
@@ -16,13 +18,60 @@ import torch
 from hexiseq_triton.batches import Batch, Exchange, PoolRows
 from hexiseq_triton.channel import Channel, Mark, Message, Pending
 from hexiseq_triton.heads import KV
-from hexiseq_triton.segments import RowRange
+from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.segments import Mask, RowRange
 
 _MOST_MESSAGES = 4
 """Runs of rows that a transfer sends each as it stands; of more it sends a copy in one piece."""
 
 
-class _Halves:
+class MessageRoutes:
+    """How a rank exchanges with the others of its replica: by messages.
+
+    Args:
+        channel: the ranks of the replica.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def arrivals(
+        self,
+        layout: BatchLayout,
+        mask: Mask,
+        kv: KV,
+        like: torch.Tensor,
+        wire: torch.dtype | None,
+    ) -> Arrivals:
+        """Begin the exchange of a call: start what moves first.
+
+        Args:
+            layout: who holds what.
+            mask: what a query sees.
+            kv: this rank's keys and values.
+            like: a tensor of their dtype and head dimension.
+            wire: in which partial gradients travel; None if none will.
+        """
+        return Arrivals(self._channel, layout.exchange(mask), kv)
+
+    def returns(
+        self,
+        layout: BatchLayout,
+        mask: Mask,
+        like: torch.Tensor,
+        state: torch.dtype,
+        wire: torch.dtype,
+    ) -> Returns:
+        """Begin the way back; `arrivals` of this call were told the same `wire`.
+
+        Args:
+            layout, mask, like, wire: as for `arrivals`.
+            state: the dtype in which partials are computed.
+        """
+        return Returns(self._channel, layout.exchange(mask), like, state, wire)
+
+
+class Halves:
     """When the halves of a pool are free: those used two rounds ago are taken next.
 
     Args:
@@ -55,9 +104,9 @@ class Arrivals:
         self._batches = deque(exchange.batches)
         self._kv = kv
         like = next(iter(kv.values())) if kv else None
-        self.pools: KV = {} if like is None else _pools(exchange.arrival_rows, like, like.dtype)
+        self.pools: KV = {} if like is None else new_pools(exchange.arrival_rows, like, like.dtype)
         self._ready = channel.mark()
-        self._halves = _Halves(self._ready)
+        self._halves = Halves(self._ready)
         self._in_flight: deque[Pending] = deque()
         self._start()
         self._start()
@@ -109,10 +158,9 @@ class Returns:
     ) -> None:
         self._channel = channel
         self._wire = wire
-        self.partials = _pools(exchange.arrival_rows, like, state)
-        self.returned = _pools(exchange.return_rows, like, wire)
-        self._ready = channel.mark()
-        self._halves = _Halves(self._ready)
+        self.partials = new_pools(exchange.arrival_rows, like, state)
+        self.returned = new_pools(exchange.return_rows, like, wire)
+        self._halves = Halves(channel.mark())
         self._started: deque[tuple[Batch, Pending]] = deque()
 
     @property
@@ -146,7 +194,7 @@ class Returns:
             self._halves.give_back(self._channel.mark())
 
 
-def _pools(rows: PoolRows, like: torch.Tensor, dtype: torch.dtype) -> KV:
+def new_pools(rows: PoolRows, like: torch.Tensor, dtype: torch.dtype) -> KV:
     """Return a buffer [rows, 2, heads, D] for each interval."""
     return {
         (start, stop): like.new_empty(count, 2, stop - start, like.shape[-1], dtype=dtype)

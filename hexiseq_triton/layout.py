@@ -9,6 +9,7 @@ from itertools import accumulate, chain
 import torch
 
 from hexiseq_triton.batches import Arrival, Exchange, Round, exchange_of
+from hexiseq_triton.peer_places import Places, places_of
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.partition import deal
@@ -38,6 +39,7 @@ class BatchLayout:
         self.cu_seqlens = torch.tensor([0, *accumulate(self.document_lengths)])
         self._rounds: dict[Mask, tuple[Round, ...]] = {}
         self._exchanges: dict[Mask, Exchange] = {}
+        self._places: dict[Mask, Places] = {}
 
     @cached_property
     def _dealt(self) -> list[list[list[Segment]]]:
@@ -121,7 +123,7 @@ class BatchLayout:
     def rounds(self, mask: Mask) -> tuple[Round, ...]:
         """Return this rank's part of every round of transfers; all ranks walk all rounds."""
         if mask not in self._rounds:
-            self._rounds[mask] = self._make_rounds(mask)
+            self._rounds[mask] = self._make_rounds(mask, self.rank)
         return self._rounds[mask]
 
     def exchange(self, mask: Mask) -> Exchange:
@@ -130,22 +132,35 @@ class BatchLayout:
             self._exchanges[mask] = exchange_of(self.rounds(mask))
         return self._exchanges[mask]
 
-    def _make_rounds(self, mask: Mask) -> tuple[Round, ...]:
+    def places(self, mask: Mask) -> Places:
+        """Return where all ranks of the replica find each other's keys in memory they share."""
+        if mask not in self._places:
+            assert self.replica is not None
+            exchanges, rows = {self.rank: self.exchange(mask)}, {}
+            for g, group in enumerate(self.plan.replicas[self.replica].groups):
+                for share in group.ranks:
+                    rows[share.rank] = num_tokens(self.group_segments[g])
+                    if share.rank != self.rank:
+                        exchanges[share.rank] = exchange_of(self._make_rounds(mask, share.rank))
+            self._places[mask] = places_of(rows, exchanges)
+        return self._places[mask]
+
+    def _make_rounds(self, mask: Mask, rank: int) -> tuple[Round, ...]:
         assert self.replica is not None
         rounds = transfers(
             self.plan.replicas[self.replica],
             self.group_segments,
             mask,
             self.plan.exchange,
-            self.rank,
+            rank,
         )
         return tuple(
             Round(
-                tuple(item for item in together if item.sender == self.rank),
+                tuple(item for item in together if item.sender == rank),
                 tuple(
                     Arrival(item, tuple(take(self.group_segments[item.group], item.rows)))
                     for item in together
-                    if item.receiver == self.rank
+                    if item.receiver == rank
                 ),
             )
             for together in rounds

@@ -96,13 +96,17 @@ def open_peer_memory(
     device: torch.device,
     timeout: timedelta,
     gather: Callable[[str], Sequence[str]],
+    what: str,
+    obstacle: str = "",
 ) -> tuple[PeerMemory | None, str]:
-    """Return the memory of a group, or None, and which path the group's all-to-all takes.
+    """Return the memory of a group, or None, and which path its transfers take.
 
     Args:
         gather: returns every rank's answer in the group; all ranks then decide alike.
+        what: the transfers, for the log.
+        obstacle: what else stands in this rank's way; "" for nothing.
     """
-    answers = gather(_answer(device))
+    answers = gather(obstacle or _answer(device))
     obstacles = [answer for answer in answers if not answer.startswith(_HOST)]
     if not obstacles and len(set(answers)) > 1:
         obstacles = ["the group's ranks are on several hosts"]
@@ -113,7 +117,7 @@ def open_peer_memory(
             return memory, "symmetric memory"
     path = f"NCCL: {obstacles[0]}"
     if dist.get_rank(group) == 0:
-        _log.warning("the head all-to-all of ranks with rank %d takes %s", dist.get_rank(), path)
+        _log.warning("%s of ranks with rank %d takes %s", what, dist.get_rank(), path)
     return None, path
 
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hexiseq_triton.batches import Batch
-from hexiseq_triton.channel import Channel
-from hexiseq_triton.exchange import Arrivals, Returns
+from hexiseq_triton.exchange import MessageRoutes, Returns
 from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import (
     AttentionOptions,
@@ -29,6 +28,7 @@ from hexiseq_triton.kernels.options import Segments
 from hexiseq_triton.kernels.partials import add_partials
 from hexiseq_triton.launches import Launch, own_turns
 from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.peer_routes import PeerReturns, PeerRoutes
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.timeline import Timeline
 
@@ -48,11 +48,13 @@ class Ring:
     """One attention call of one rank.
 
     Args:
-        channel: the ranks of the replica.
+        routes: how keys and gradients travel between groups.
         layout: who holds what.
         kv: this rank's keys and values after the all-to-all.
+        like: a tensor of their dtype and head dimension.
         options: mask, scale and softcap.
         timeline: where spans are recorded.
+        wire: the dtype in which partial dK/dV travel in the backward; None in the forward.
         sm_margin: multiprocessors to leave to the exchange while it is under way.
 
     The exchange starts at once.
@@ -60,22 +62,25 @@ class Ring:
 
     def __init__(
         self,
-        channel: Channel,
+        routes: MessageRoutes | PeerRoutes,
         layout: BatchLayout,
         kv: KV,
+        like: torch.Tensor,
         options: AttentionOptions,
         timeline: Timeline,
         *,
+        wire: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
-        self._channel = channel
+        self._routes = routes
         self._layout = layout
         self._exchange = layout.exchange(options.mask)
         self._kv = kv
         self._options = options
         self._timeline = timeline
         self._sm_margin = sm_margin
-        self._arrivals = Arrivals(channel, self._exchange, kv)
+        self._wire = wire
+        self._arrivals = routes.arrivals(layout, options.mask, kv, like, wire)
 
     @property
     def exchanges(self) -> bool:
@@ -134,7 +139,6 @@ class Ring:
         dkv: KV,
         *,
         deterministic: bool = False,
-        reduce_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return dq [L_g, h_d, D] in the state dtype, and write the gradients of this rank's kv.
 
@@ -143,9 +147,7 @@ class Ring:
             lse, delta: as the kernels take them, [h_d, L_g]; lse has the sink in.
             dkv: room for the gradients, as kv; in the state dtype if the ring `exchanges`.
             deterministic: repeat bit for bit.
-            reduce_dtype: in which partial dK/dV travel; None is the state dtype.
         """
-        wire = reduce_dtype or lse.dtype
         dq = torch.empty(q.shape, dtype=lse.dtype, device=q.device)
         gradients = _Gradients(q, do, lse, delta, dq, deterministic)
         launches = self._own()
@@ -159,7 +161,8 @@ class Ring:
             dkv[launch.interval][:, :, launch.kv_heads] = 0.0
         for launch in turns.first:
             self._run_backward(launch, gradients, dkv[launch.interval], accumulate=False)
-        returns = Returns(self._channel, self._exchange, q, lse.dtype, wire)
+        assert self._wire is not None
+        returns = self._routes.returns(self._layout, self._options.mask, q, lse.dtype, self._wire)
         for batch, own in zip(self._exchange.batches, turns.during, strict=True):
             for launch in self._arrived(batch):
                 partial = returns.partials[launch.interval]
@@ -200,7 +203,7 @@ class Ring:
                 sm_margin=self._sm_margin if self.exchanges else 0,
             )
 
-    def _add_returned(self, dkv: KV, returns: Returns) -> None:
+    def _add_returned(self, dkv: KV, returns: Returns | PeerReturns) -> None:
         with self._timeline.span("wait for gradients"):
             batch = returns.wait()
         for interval, pieces in batch.returns.items():

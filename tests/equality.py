@@ -121,7 +121,7 @@ def largest_errors(
             assert all((dsink == 0).all() for dsink in found[4:])
             return {}
         expected = dense(tensors, lengths, **options)
-        errors = [_largest(a - b) for a, b in zip(found, expected, strict=True)]
+        errors = [largest(a - b) for a, b in zip(found, expected, strict=True)]
         return dict(zip(NAMES_WITH_SINK, errors, strict=False))
 
 
@@ -148,6 +148,6 @@ def check_low_precision(
             assert_as_close_as(actual, reference, low)
 
 
-def _largest(difference: torch.Tensor) -> float:
+def largest(difference: torch.Tensor) -> float:
     assert not difference.isnan().any()
     return float(difference.abs().max()) if difference.numel() else 0.0

@@ -24,7 +24,9 @@ def opened(answers: Sequence[str], rank: int, tried: Sequence[str] = ("", "")) -
         mock.patch("torch.distributed.get_rank", return_value=rank),
     ):
         gather = lambda answer: next(rounds)  # noqa: E731
-        return peer_memory.open_peer_memory(mock.Mock(), CPU, timedelta(seconds=1), gather)
+        return peer_memory.open_peer_memory(
+            mock.Mock(), CPU, timedelta(seconds=1), gather, "the head all-to-all"
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

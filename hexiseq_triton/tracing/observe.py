@@ -30,7 +30,7 @@ class Seen:
     visible_share: float
     device: str
     emulated: str
-    heads_path: str
+    paths: str
 
 
 class Observer:
@@ -91,7 +91,7 @@ class Observer:
             sum(self._shares) / len(self._shares) if self._shares else 1.0,
             device_name(context.device),
             self.emulated,
-            context.heads_path,
+            context.paths,
         )
         everyone: list[Any] = [None] * context.plan.world_size
         dist.all_gather_object(everyone, (context.rank, seen), group=context.world_group)
@@ -105,7 +105,7 @@ class Observer:
             [entry.phases for entry in ordered],
             [entry.device for entry in ordered],
             [entry.emulated for entry in ordered],
-            [entry.heads_path for entry in ordered],
+            [entry.paths for entry in ordered],
             [entry.visible_share for entry in ordered],
         )
         return run, [entry.spans for entry in ordered]

@@ -58,9 +58,9 @@ class Forecast:
 class RecordedRun:
     """Steps of one plan, measured; seconds of one step on average, by rank.
 
-    `emulated` says of each rank what was emulated, "" for nothing; `heads_paths` how its head
-    all-to-alls travel. `visible_share` is, by rank, the (query, key) pairs of the batches as a
-    share of those of whole sequences.
+    `emulated` says of each rank what was emulated, "" for nothing; `paths` how its all-to-alls and
+    keys travel. `visible_share` is, by rank, the (query, key) pairs of the batches as a share of
+    those of whole sequences.
     """
 
     plan: str
@@ -70,7 +70,7 @@ class RecordedRun:
     global_batch: int
     devices: tuple[str, ...]
     emulated: tuple[str, ...]
-    heads_paths: tuple[str, ...]
+    paths: tuple[str, ...]
     steps: int
     step_seconds: float
     measured: tuple[Phases, ...]
@@ -89,7 +89,7 @@ class RecordedRun:
         measured: Sequence[Phases],
         devices: Sequence[str],
         emulated: Sequence[str],
-        heads_paths: Sequence[str],
+        paths: Sequence[str],
         visible_share: Sequence[float],
     ) -> RecordedRun:
         """Put together what the ranks measured."""
@@ -101,7 +101,7 @@ class RecordedRun:
             global_batch=plan.global_batch,
             devices=tuple(devices),
             emulated=tuple(emulated),
-            heads_paths=tuple(heads_paths),
+            paths=tuple(paths),
             steps=steps,
             step_seconds=max(sum(phases.values()) for phases in measured),
             measured=tuple(measured),

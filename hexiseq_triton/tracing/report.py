@@ -74,7 +74,7 @@ def notes(run: RecordedRun) -> Iterator[str]:
     for rank, label in enumerate(run.emulated):
         if label:
             yield f"rank {rank} was {label}"
-    yield f"head all-to-alls by {', '.join(dict.fromkeys(run.heads_paths))}"
+    yield "; ".join(dict.fromkeys(run.paths))
     if run.predicted_step_seconds is not None:
         yield (
             f"step: {run.step_seconds:.4g} s measured, {run.predicted_step_seconds:.4g} s predicted"

@@ -21,6 +21,7 @@ from hexiseq_triton.profiling.compute import (
     attention_rates,
     token_wise_rates,
 )
+from hexiseq_triton.profiling.fetching import keys_channel
 from hexiseq_triton.profiling.links import pair_rounds
 from hexiseq_triton.profiling.profile import CPU_SIZES, GPU_SIZES, Sizes
 
@@ -77,10 +78,12 @@ def link_lines(device: torch.device) -> Iterator[Line]:
     """Yield lines of pairs of ranks that exchange messages, both ways at once; collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with init(Plan.from_splits([Split((1,), (1,))] * size), device=device) as context:
+        sizes = _sizes(device).message_bytes
+        channel = keys_channel(context, max(sizes))
         for pairs in pair_rounds(size):
             peer = next((a + b - rank for a, b in pairs if rank in (a, b)), None)
-            for num_bytes in _sizes(device).message_bytes:
-                own = None if peer is None else _seconds(context.routes, peer, num_bytes, device)
+            for num_bytes in sizes:
+                own = None if peer is None else _seconds(channel, peer, num_bytes, device)
                 everyone: list[float] = [0.0] * size
                 dist.all_gather_object(everyone, own)
                 for a, b in pairs:

@@ -69,8 +69,8 @@ class PeerRoutes:
         rank: int,
         device: torch.device,
     ) -> None:
-        self._memory, self._signals = memory, signals
-        self._number = {rank: number for number, rank in enumerate(ranks)}
+        self.memory, self._signals = memory, signals
+        self.number = {rank: number for number, rank in enumerate(ranks)}
         self.rank = rank
         self.keys_lane, self.returns_lane = Lane(device), Lane(device)
         self._calls = self._rounds = 0
@@ -88,7 +88,7 @@ class PeerRoutes:
         places = layout.places(mask)
         line = 2 * like.shape[-1]
         partial_bytes = 0 if wire is None else places.partial_lines * line * wire.itemsize
-        self._memory.reserve(places.key_lines * line * like.element_size(), partial_bytes)
+        self.memory.reserve(places.key_lines * line * like.element_size(), partial_bytes)
         self._calls += 1
         return PeerArrivals(self, layout.exchange(mask), places, kv, like, self._calls)
 
@@ -114,11 +114,11 @@ class PeerRoutes:
 
     def send(self, rank: int, what: Count, count: int) -> None:
         """See `Signals.send`, by the plan's ranks."""
-        self._signals.send(self._number[rank], what, count)
+        self._signals.send(self.number[rank], what, count)
 
     def wait(self, rank: int, what: Count, count: int) -> None:
         """See `Signals.wait`, by the plan's ranks."""
-        self._signals.wait(self._number[rank], what, count)
+        self._signals.wait(self.number[rank], what, count)
 
     def wait_for_takers(self) -> None:
         """Let the current stream wait until nobody needs the keys of earlier calls."""
@@ -137,7 +137,7 @@ class PeerRoutes:
 
     def partials(self, rank: int, region: Region, head_dim: int, wire: torch.dtype) -> torch.Tensor:
         """Return the pool [rows, 2, heads, D] of partial gradients of one interval at a rank."""
-        return self._view(rank, self._memory.out, region, head_dim, wire)
+        return self._view(rank, self.memory.out, region, head_dim, wire)
 
     def _view(
         self, rank: int, begin: int, region: Region, head_dim: int, dtype: torch.dtype
@@ -145,8 +145,8 @@ class PeerRoutes:
         offset = begin + region.start * 2 * head_dim * dtype.itemsize
         shape = region.rows, 2, region.heads, head_dim
         if rank == self.rank:
-            return self._memory.local(offset, shape, dtype)
-        return self._memory.remote(self._number[rank], offset, shape, dtype)
+            return self.memory.local(offset, shape, dtype)
+        return self.memory.remote(self.number[rank], offset, shape, dtype)
 
 
 def open_peer_routes(

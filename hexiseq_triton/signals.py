@@ -35,6 +35,7 @@ class Count(IntEnum):
     KEYS_TAKEN = 1
     PARTIALS_READY = 2
     PARTIALS_TAKEN = 3
+    MEASURED = 4
 
 
 _SAYS = {
@@ -42,6 +43,7 @@ _SAYS = {
     Count.KEYS_TAKEN: "rank {} to take keys and values",
     Count.PARTIALS_READY: "key and value gradients of rank {}",
     Count.PARTIALS_TAKEN: "rank {} to take key and value gradients",
+    Count.MEASURED: "rank {} to be measured",
 }
 
 

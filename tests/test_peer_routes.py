@@ -26,6 +26,7 @@ from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.peer_routes import PeerRoutes
 from hexiseq_triton.planner import ExchangePlan
+from hexiseq_triton.profiling.fetching import keys_channel
 from hexiseq_triton.segments import CAUSAL
 
 
@@ -149,6 +150,33 @@ def test_keys_stand_until_all_have_taken_them(pool: Pool, tmp_path: Path) -> Non
     exchange = ExchangePlan(chunk_tokens=8, window=1)
     case = replace(MUTATED, plan=replace(MUTATED.plan, exchange=exchange, causal=False))
     assert pool.run(layers_in_a_row, tmp_path, case) == [0.0] * 5
+
+
+def fetched_from_neighbours(rank: int, folder: Path, case: Case) -> list[float]:
+    """Worker: write the own rank into the shared memory, and fetch the neighbours'."""
+    with init(case.plan, device="cpu", timeout=TIMEOUT) as context:
+        assert keys_channel(context, 1) is context.routes
+        share_files(context, folder)
+        if context.peer_routes is None:
+            return []
+        channel = keys_channel(context, 40)
+        context.peer_routes.memory.local(0, (10,), torch.float32).fill_(rank)
+        context.gather_in_replica("written", "")
+        ranks = context.replica_ranks
+        neighbours = [ranks[(ranks.index(rank) + step) % len(ranks)] for step in (1, -1)]
+        out, into = torch.zeros(2, 10)
+        found = []
+        for after, before in (neighbours, neighbours[::-1]):
+            channel.start([(after, out)], [(before, into)], "a test").wait()
+            found += into.unique().tolist()
+        assert found == [neighbours[1], neighbours[0]]
+        return found
+
+
+def test_measured_messages_come_from_the_peer(pool: Pool, tmp_path: Path) -> None:
+    assert [len(found) for found in pool.run(fetched_from_neighbours, tmp_path, MUTATED)] == [
+        2, 2, 2, 2, 0,
+    ]  # fmt: skip
 
 
 # -------------------------------------------------------------------- places

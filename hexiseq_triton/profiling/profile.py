@@ -33,6 +33,7 @@ from hexiseq_triton.profiling.compute import (
     token_wise_rates,
 )
 from hexiseq_triton.profiling.exchanging import even_ring, exchanging_seconds
+from hexiseq_triton.profiling.fetching import keys_channel
 from hexiseq_triton.profiling.links import (
     Link,
     measured_links,
@@ -231,12 +232,12 @@ def _transfers(
     with even_ring(length, heads, heads // sizes.q_per_kv, device) as context:
         if emulation is not None:
             emulation.delay_links(context)
-        channel = context.routes
+        channel = keys_channel(context, sizes.message_bytes[-1])
         links = measured_links(channel, sizes.message_bytes, device, step)
-        all_to_all = _all_to_all(channel, sizes, links, device)
+        all_to_all = _all_to_all(context.routes, sizes, links, device)
         step("all-to-all")
         if device.type == "cuda":
-            overlap = _overlap(context, _calls(head_dim, length, sizes, device), sizes)
+            overlap = _overlap(context, channel, _calls(head_dim, length, sizes, device), sizes)
         step("overlap")
     return links, all_to_all, overlap
 
@@ -259,7 +260,9 @@ def _all_to_all(
     return AllToAll(*found.tolist())
 
 
-def _overlap(context: ParallelContext, calls: AttentionCalls, sizes: Sizes) -> Overlap:
+def _overlap(
+    context: ParallelContext, channel: Channel, calls: AttentionCalls, sizes: Sizes
+) -> Overlap:
     """Return how attention and transfers slow each other, on average over the ranks."""
     device = context.device
     alone = sum(
@@ -267,7 +270,7 @@ def _overlap(context: ParallelContext, calls: AttentionCalls, sizes: Sizes) -> O
         for call in (calls.forward, calls.backward)
     )
     slowdowns = measured_overlap(
-        context.routes, partial(calls.forward, SM_MARGIN), sizes.message_bytes[-1], device
+        channel, partial(calls.forward, SM_MARGIN), sizes.message_bytes[-1], device
     )
     own = exchanging_seconds(context, calls.shape[-1], torch.bfloat16)
     longer = max(0.0, own / (alone / dist.get_world_size()) - 1)

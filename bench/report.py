@@ -121,13 +121,13 @@ def _table(suite: str, card: str, rows: dict[tuple[str, ...], dict[str, Line]]) 
 
 
 def _pairs(lines: Iterable[Line]) -> str:
-    """Return a table for each card, with the newest line of each case and peer."""
-    by_card: dict[str, dict[tuple[str, str], Line]] = defaultdict(dict)
+    """Return a table for each card and Triton, with the newest line of each case and peer."""
+    tables: dict[tuple[str, str], dict[tuple[str, str], Line]] = defaultdict(dict)
     for line in lines:
-        by_card[line["card"]][line["case"], line["peer"]] = line
+        tables[line["card"], line["triton"]][line["case"], line["peer"]] = line
     columns = ["case", "ours, TFLOP/s", "peer", "peer, TFLOP/s", "ratio", "95% interval"]
     text = ""
-    for card, newest_lines in sorted(by_card.items()):
+    for (card, triton), newest_lines in sorted(tables.items()):
         rows = [
             _row(
                 [
@@ -139,7 +139,7 @@ def _pairs(lines: Iterable[Line]) -> str:
             for (case, peer), line in newest_lines.items()
         ]  # fmt: skip
         table = "\n".join([_row(columns), _row(["---"] * len(columns)), *rows])
-        text += f"\n## In pairs on {card}\n\n{PAIRED_HEAD}\n{table}\n"
+        text += f"\n## In pairs on {card}, Triton {triton}\n\n{PAIRED_HEAD}\n{table}\n"
     return text
 
 

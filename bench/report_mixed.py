@@ -1,6 +1,6 @@
 """Fast and slow ranks in docs/benchmarks.md: speed, prediction and memory, from `bench/results`.
 
-Of each card the newest run of a suite counts.
+Of each card the newest run of a suite counts; of memory, which ends in a rank's death, each plan's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def sections(lines: Iterable[Line]) -> str:
                 by_card.setdefault(line["card"], []).append(line)
         for card, found in sorted(by_card.items()):
             run = [line for line in found if line["run"] == found[-1]["run"]]
+            if suite == "memory":
+                run = list({(line["case"], line["impl"]): line for line in found}.values())
             text += f"\n## {suite} on {card}\n\ntorch {run[0]['torch']}; run {run[0]['run']}. "
             text += table(run)
     return text

@@ -24,7 +24,7 @@ class Communicators(NamedTuple):
 
     Attributes:
         world: all ranks, for FSDP and what all agree on.
-        routes: the ranks of this rank's replica.
+        routes: the ranks of this rank's replica; `heads` where they are one group.
         heads: the ranks of this rank's HP group.
         groups: all process groups that this rank is in, to be destroyed in the end.
     """
@@ -78,10 +78,13 @@ def make_communicators(
     routes = heads = alone
     for replica in plan.replicas:
         everyone = [share.rank for share in replica.shares]
-        routes = channel_of(everyone, _route_ends(replica, rank)) or routes
+        if len(replica.groups) > 1:
+            routes = channel_of(everyone, _route_ends(replica, rank)) or routes
         for group in replica.groups:
             members = [share.rank for share in group.ranks]
             heads = channel_of(members, members) or heads
+        if len(replica.groups) == 1 and rank in everyone:
+            routes = heads  # nothing travels between groups
     return Communicators(world, routes, heads, groups)
 
 

@@ -46,7 +46,8 @@ def test_a_run_of_one_implementation_does_not_replace_a_comparison() -> None:
 
 def test_pairs_stand_last_with_their_intervals() -> None:
     report = load_report()
-    pair = {"suite": "paired", "card": "H", "case": "c", "direction": "forward", "peer": "fa4"}
+    pair = {"suite": "paired", "card": "H", "triton": "3", "case": "c", "direction": "forward"}
+    pair |= {"peer": "fa4"}
     numbers = {"tflops": 510.2, "peer_tflops": 500.0, "ratio": 1.02, "low": 1.012, "high": 1.0281}
     older = numbers | {"ratio": 0.5}
     page = report.page([pair | older, line("a", "hexiseq", 1), pair | numbers])

@@ -67,7 +67,7 @@ def _path_taken(device: torch.device, capability: tuple[int, int]) -> KernelPath
 
     versions = ", ".join(guard.VERIFIED)
     why = f"Triton {triton.__version__}; the Hopper kernels are verified for {versions}"
-    if any(triton.__version__.startswith(f"{known}.") for known in guard.VERIFIED):
+    if guard.is_verified(triton.__version__):
         why = "the compiler spilled registers of a Hopper kernel"
     name = "hopper forward, portable backward" if taken[0] else "portable"
     return KernelPath(name, why, remark=f"the faster Hopper kernels do not run: {why}")

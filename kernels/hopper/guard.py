@@ -18,8 +18,9 @@ import triton
 
 from hexiseq_triton.kernels.prepared import Prepared
 
-VERIFIED = ("3.6",)
-"""Triton versions whose kernels were checked on a card: results, speed and machine code."""
+VERIFIED = ("3.6", "3.7.1")
+"""Triton versions whose kernels were checked on a card: results, speed and machine code. The last
+number may be left out."""
 
 HEAD_DIMS = {
     "forward": (64, 128, 256),
@@ -57,12 +58,18 @@ def exact_maximum() -> bool:
     return os.environ.get("HEXISEQ_HOPPER") == "exact"
 
 
+def is_verified(version: str) -> bool:
+    """Return whether the kernels were checked with this Triton."""
+    numbers = version.split("+")[0]
+    return f"{numbers}.".startswith(tuple(f"{known}." for known in VERIFIED))
+
+
 @lru_cache(maxsize=1)
 def _verified() -> bool:
     if os.environ.get("HEXISEQ_HOPPER") == "0":
         return False
     version = triton.__version__
-    if version.startswith(tuple(f"{known}." for known in VERIFIED)):
+    if is_verified(version):
         return True
     _log.warning(
         "Triton %s is not among the versions verified for the Hopper kernels (%s): "

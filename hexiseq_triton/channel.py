@@ -60,6 +60,12 @@ class Pending:
             raise PeerError(f"{self._what} failed: {error}") from error
         self._works, self._kept = (), ()
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """Let another stream wait until everything has arrived."""
+        with torch.cuda.stream(stream):
+            for work in self._works:
+                work.wait()
+
 
 class Lane:
     """A stream on which transfers follow each other; on a CPU all is done at once.

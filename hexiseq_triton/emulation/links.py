@@ -32,12 +32,11 @@ class DelayedChannel(Channel):
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Pending:
         """Start the transfers; see `Channel.start`."""
-        begins = self._link.now()
         pending = super().start(sends, receives, what)
         num_bytes = sum(tensor.nbytes for peer, tensor in receives if peer != self.rank)
         if not num_bytes:
             return pending
-        return _DelayedPending(pending, self._link.passed(num_bytes, begins))
+        return _DelayedPending(pending, self._link.passed(num_bytes, pending))
 
 
 class _DelayedPending(Pending):
@@ -67,17 +66,16 @@ class _Link:
             self._stream = torch.cuda.Stream(device)
             self._cycles_per_s = _cycles_per_s(self._stream)
 
-    def now(self) -> torch.cuda.Event | None:
-        """Return the point up to which the current stream has been given work."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
+    def passed(self, num_bytes: int, pending: Pending) -> torch.cuda.Event | float:
+        """Return when `num_bytes` have passed, after all before them.
 
-    def passed(self, num_bytes: int, begins: torch.cuda.Event | None) -> torch.cuda.Event | float:
-        """Return when `num_bytes` have passed that may begin at a mark, after all before them."""
+        On CUDA they begin when they have arrived over the true link: both ends are there then.
+        """
         seconds = num_bytes / self._bytes_per_s
-        if self._stream is None or begins is None:
+        if self._stream is None:
             self._busy_until = max(self._busy_until, time.monotonic()) + seconds
             return self._busy_until
-        self._stream.wait_event(begins)
+        pending.hold(self._stream)
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(int(seconds * self._cycles_per_s))
             done: torch.cuda.Event = self._stream.record_event()

@@ -159,7 +159,7 @@ class ParallelContext:
         self.sm_margin = 0
         self.peer_memory: PeerMemory | None = None
         self.peer_routes: PeerRoutes | None = None
-        self.heads_path = self.routes_path = "NCCL" if device.type == "cuda" else "gloo"
+        self.send_messages()
         self.rank = world_ranks.index(dist.get_rank())
         self.replica = plan.replica_of(self.rank)
         self._world_ranks = dict(enumerate(world_ranks))
@@ -183,13 +183,20 @@ class ParallelContext:
                 group, self.device, timeout, gather, "the head all-to-all"
             )
         group = self.routes.group
-        if group is not None and len(self.plan.replicas[self.replica or 0].groups) > 1:
+        if group is not None and self.routes is not self.heads:
             process = {process: rank for rank, process in self._world_ranks.items()}
             ranks = [process[number] for number in dist.get_process_group_ranks(group)]
             gather = self._gather_in(group, "routes")
             self.peer_routes, self.routes_path = open_peer_routes(
                 group, ranks, self.rank, self.device, timeout, gather
             )
+
+    def send_messages(self) -> None:
+        """Use no peer memory from here on; for all ranks alike."""
+        if self.peer_routes is not None:
+            self.peer_routes.close()
+        self.peer_memory = self.peer_routes = None
+        self.heads_path = self.routes_path = "NCCL" if self.device.type == "cuda" else "gloo"
 
     def _gather_in(self, group: dist.ProcessGroup, name: str) -> Callable[[str], Sequence[str]]:
         """Return what tells every rank's answer in a group to all of them."""
@@ -199,7 +206,12 @@ class ParallelContext:
     @property
     def paths(self) -> str:
         """How transfers of this rank's attention travel, and why; for reports."""
-        return f"head all-to-alls by {self.heads_path}, keys by {self.routes_path}"
+        ways = []
+        if self.heads.group is not None:
+            ways.append(f"head all-to-alls by {self.heads_path}")
+        if self.routes is not self.heads:
+            ways.append(f"keys by {self.routes_path}")
+        return ", ".join(ways) or "nothing travels"
 
     @property
     def key_routes(self) -> MessageRoutes | PeerRoutes:

@@ -46,17 +46,19 @@ class _SummedCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=state) if needs_grad else None
         for start in range(0, x.shape[0], chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = (x[rows] @ weight.T).to(state)
-            ignored = labels[rows] == IGNORED_LABEL
-            target = labels[rows].masked_fill(ignored, 0)[:, None]
-            log_p = logits.log_softmax(-1)
-            loss -= log_p.gather(1, target)[:, 0].masked_fill(ignored, 0.0).sum()
+            ignored = (labels[rows] == IGNORED_LABEL)[:, None]
+            # masks act on rows of x and dx, which are narrower than those of logits
+            own = x[rows].masked_fill(ignored, 0.0)
+            target = labels[rows, None].masked_fill(ignored, 0)
+            log_p = torch.log_softmax(own @ weight.T, -1, dtype=state)
+            log_p_target = log_p.gather(1, target)
+            loss -= log_p_target.masked_fill(ignored, 0.0).sum()
             if dx is not None and dweight is not None:
-                dlogits = log_p.exp()
-                dlogits.scatter_add_(1, target, -torch.ones_like(target, dtype=state))
-                dlogits = dlogits.masked_fill(ignored[:, None], 0.0).to(x.dtype)
-                dx[rows] = dlogits @ weight
-                dweight += dlogits.T @ x[rows]
+                dlogits = torch.exp(log_p, out=torch.empty_like(log_p, dtype=x.dtype))
+                # p - 1 before it is rounded: p may be next to 1
+                dlogits.scatter_(1, target, torch.expm1(log_p_target).to(x.dtype))
+                dx[rows] = (dlogits @ weight).masked_fill(ignored, 0.0)
+                dweight += dlogits.T @ own
         if dx is not None and dweight is not None:
             ctx.save_for_backward(dx, dweight.to(weight.dtype))
         return loss

@@ -200,7 +200,7 @@ class PeerArrivals:
         self.pools: KV = new_pools(exchange.arrival_rows, like, like.dtype)
         self._offer(exchange, kv)
         self._halves = Halves(routes.keys_lane.mark())
-        self._in_flight: deque[tuple[Batch, Mark]] = deque()
+        self._in_flight: deque[Mark] = deque()
         self._start()
         self._start()
 
@@ -216,8 +216,7 @@ class PeerArrivals:
 
     def wait(self) -> None:
         """Wait for the next round."""
-        _, mark = self._in_flight.popleft()
-        _wait_for(mark)
+        _wait_for(self._in_flight.popleft())
 
     def release(self, batch: Batch) -> None:
         """Start the round after the next one, which may overwrite what was worked on until now."""
@@ -246,7 +245,7 @@ class PeerArrivals:
             for rank in senders:
                 if self._fetches_left[rank] == self._number:
                     routes.send(rank, Count.KEYS_TAKEN, self._call)
-            self._in_flight.append((batch, lane.mark()))
+            self._in_flight.append(lane.mark())
         self._number += 1
 
 

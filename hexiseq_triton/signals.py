@@ -80,7 +80,7 @@ class Signals:
         self._bases = self._handle.buffer_ptrs
         self._size = size
         self._names = names
-        self._watch = Watch(timeout)
+        self._watch = Watch(timeout, device)
 
     def send(self, peer: int, what: Count, count: int) -> None:
         """Set this rank's counter at a peer when the current stream gets here."""
@@ -113,9 +113,11 @@ class Watch:
 
     Args:
         timeout: how long the first mark that is not passed may stay the first.
+        device: the GPU that the marks belong to, if they do.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
+        self._device = device
         self._seconds = timeout.total_seconds()
         self._marks: deque[tuple[Any, str, float]] = deque()
         self._closed = threading.Event()
@@ -131,6 +133,8 @@ class Watch:
         self._closed.set()
 
     def _look(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # threads begin on GPU 0
         while not self._closed.wait(min(1.0, self._seconds / _LOOKS)):
             late = self.late()
             if late is not None:

@@ -25,7 +25,7 @@ from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.peer_routes import PeerRoutes
-from hexiseq_triton.planner import ExchangePlan
+from hexiseq_triton.planner import ExchangePlan, Plan, Split
 from hexiseq_triton.profiling.fetching import keys_channel
 from hexiseq_triton.segments import CAUSAL
 
@@ -177,6 +177,29 @@ def test_measured_messages_come_from_the_peer(pool: Pool, tmp_path: Path) -> Non
     assert [len(found) for found in pool.run(fetched_from_neighbours, tmp_path, MUTATED)] == [
         2, 2, 2, 2, 0,
     ]  # fmt: skip
+
+
+def said_paths(rank: int) -> list[str]:
+    """Worker: how transfers travel under some plans, by messages."""
+    one = Split((4,), (2,))
+    plans = (
+        [[Split((4, 4), (1, 1))], [one, one], [Split((8,), (2,))]],
+        [[Split((4, 4), (1, 1)), one]],
+    )
+    found = []
+    for replicas in plans:
+        plan = Plan.from_splits(*replicas, world_size=5)
+        with init(plan, device="cpu", timeout=TIMEOUT) as context:
+            found.append(context.paths)
+    return found
+
+
+def test_reports_name_what_travels(pool: Pool) -> None:
+    heads, keys = "head all-to-alls by gloo", "keys by gloo"
+    both, nothing = f"{heads}, {keys}", "nothing travels"
+    first, second = zip(*pool.run(said_paths), strict=True)
+    assert first == (heads, heads, keys, keys, nothing)
+    assert second == (both, both, keys, nothing, nothing)
 
 
 # -------------------------------------------------------------------- places

@@ -18,9 +18,10 @@ from hexiseq_triton.context import ParallelContext
 def delay_links(context: ParallelContext, gb_per_s: float) -> None:
     """Let all that this rank receives inside attention pass a link of `gb_per_s` (10^9 bytes/s)."""
     link = _Link(gb_per_s * 1e9, context.device)
-    context.peer_memory = context.peer_routes = None  # only messages can be delayed
-    context.heads = DelayedChannel(context.heads, link)
-    context.routes = DelayedChannel(context.routes, link)
+    context.send_messages()  # only they can be delayed
+    heads, routes = context.heads, context.routes
+    context.heads = DelayedChannel(heads, link)
+    context.routes = context.heads if routes is heads else DelayedChannel(routes, link)
 
 
 class DelayedChannel(Channel):

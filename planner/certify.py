@@ -205,7 +205,7 @@ def _proved(split: _Split) -> float:
     """Return the least seconds of the model above that CBC cannot rule out."""
     if len(split.tokens) == 1:
         return split.seconds
-    from mip import CBC, INTEGER, Model, minimize, xsum  # slow to import
+    from mip import CBC, INTEGER, Model, OptimizationStatus, minimize, xsum  # slow to import
 
     model = Model(solver_name=CBC)
     model.verbose = 0
@@ -254,5 +254,6 @@ def _proved(split: _Split) -> float:
         total = total + times * xsum(phases)
     model.objective = minimize(total)
     model.start = start
-    model.optimize(max_nodes=_MAX_NODES)
+    if model.optimize(max_nodes=_MAX_NODES) is OptimizationStatus.INFEASIBLE:
+        return split.seconds  # the group's memory holds no split at all
     return min(float(model.objective_bound) / scale, split.seconds)

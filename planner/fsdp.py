@@ -11,8 +11,9 @@ from hexiseq_triton.planner.problem import Problem
 from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.traffic import BF16, FLOAT32
 
-OPTIMIZER_BYTES = 28
-"""Adam reads parameter, gradient and two moments, and writes all but the gradient, in float32."""
+OPTIMIZER_BYTES = 40
+"""Clipping reads the gradient for its norm, and scales it. Adam, in one pass, reads parameter,
+gradient and two moments, and writes all but the gradient. All in float32."""
 
 
 def fsdp_seconds(problem: Problem) -> tuple[float, float]:

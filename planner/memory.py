@@ -37,8 +37,8 @@ STATE_BYTES = 4 * FLOAT32
 """A parameter, its gradient, and Adam's two moments."""
 LOGITS_CHUNK_TOKENS = 1024
 """`cross_entropy.CHUNK_ROWS`."""
-LOGIT_BYTES = 2 * BF16 + 3 * FLOAT32
-"""The product, its float32 copy, log-probabilities, and the gradient in float32 and bf16."""
+LOGIT_BYTES = 2 * BF16 + 2 * FLOAT32
+"""The product, its float32 copy, log-probabilities, and the gradient in bf16."""
 CONTEXT_BYTES = 1e9
 """CUDA context, communicators and code; assumed."""
 FETCHERS = 2

@@ -84,3 +84,16 @@ def test_groups_of_a_plan_are_proved_in_order() -> None:
         (r, g) for r, replica in enumerate(found.replicas) for g in range(len(replica.groups))
     ]
     assert str(certificates[0]).startswith("replica 0, group 0: ")
+
+
+def test_a_group_that_holds_no_split_has_nothing_to_prove() -> None:
+    card = {"dense_tflops": 100, "memory_gb": 12, "network_gb_per_s": 10}
+    cluster = Cluster.from_mapping(
+        {"nodes": [{"name": "a", "gpus": ["x", "x"]}], "gpus": {"x": card}}
+    )
+    problem = problem_for(cluster, "7b", seq_len=65536, global_batch=1)
+    cost = evaluate(problem, Layout("", (Replica((Group((0, 1), (32768,) * 2, (16, 16)),)),), 1))
+    assert not cost.fits
+
+    (certificate,) = certify(cost)
+    assert certificate.proved_seconds == certificate.seconds == seconds_of_first_group(cost)

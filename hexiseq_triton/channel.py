@@ -29,6 +29,12 @@ Mark = torch.cuda.Event | None
 _HIGH_PRIORITY = -1
 
 
+def wait_for(mark: Mark) -> None:
+    """Let the current stream wait until a mark is passed."""
+    if mark is not None:
+        torch.cuda.current_stream().wait_event(mark)
+
+
 class Pending:
     """Transfers on their way. Received tensors hold data only after `wait`."""
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hexiseq_triton.batches import Batch, Exchange
-from hexiseq_triton.channel import Lane, Mark
+from hexiseq_triton.channel import Lane, Mark, wait_for
 from hexiseq_triton.exchange import Halves, new_pools
 from hexiseq_triton.heads import KV
 from hexiseq_triton.layout import BatchLayout
@@ -216,7 +216,7 @@ class PeerArrivals:
 
     def wait(self) -> None:
         """Wait for the next round."""
-        _wait_for(self._in_flight.popleft())
+        wait_for(self._in_flight.popleft())
 
     def release(self, batch: Batch) -> None:
         """Start the round after the next one, which may overwrite what was worked on until now."""
@@ -317,7 +317,7 @@ class PeerReturns:
     def wait(self) -> Batch:
         """Wait for the oldest round that was started, and return it."""
         batch, count, mark = self._started.popleft()
-        _wait_for(mark)
+        wait_for(mark)
         for rank in _owners(batch):
             self._routes.wait(rank, Count.PARTIALS_TAKEN, count)
         return batch
@@ -331,8 +331,3 @@ class PeerReturns:
 def _owners(batch: Batch) -> list[int]:
     """Return whose keys arrived in a round."""
     return sorted({item.sender for item, _ in batch.arrivals})
-
-
-def _wait_for(mark: Mark) -> None:
-    if mark is not None:
-        torch.cuda.current_stream().wait_event(mark)

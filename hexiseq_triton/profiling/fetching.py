@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
-from hexiseq_triton.channel import Channel, Mark, Message, Pending
+from hexiseq_triton.channel import Channel, Mark, Message, Pending, wait_for
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.peer_routes import PeerRoutes
 from hexiseq_triton.signals import Count
@@ -67,5 +65,4 @@ class _Fetched(Pending):
 
     def wait(self) -> None:
         """See `Pending.wait`."""
-        if self._mark is not None:
-            torch.cuda.current_stream().wait_event(self._mark)
+        wait_for(self._mark)

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from hexiseq_triton.kernels import state_dtype
+from hexiseq_triton.planner.logits import chunk_tokens
 from hexiseq_triton.shard import IGNORED_LABEL
-
-CHUNK_ROWS = 1024
 
 
 def summed_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int = CHUNK_ROWS
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int | None = None
 ) -> torch.Tensor:
     """Return the sum of the token losses in nats, a float32 scalar (float64 for float64 input).
 
@@ -28,8 +27,9 @@ def summed_cross_entropy(
         x: inputs of the output layer, [T, hidden]; T may be 0.
         weight: its matrix, [vocab, hidden], in the dtype of x.
         labels: [T] int64; rows with -100 count nothing.
-        chunk_rows: rows whose logits exist at a time.
+        chunk_rows: rows whose logits exist at a time; as many as the planner counts on if left out.
     """
+    chunk_rows = chunk_rows or chunk_tokens(weight.shape[0])
     loss: torch.Tensor = _SummedCrossEntropy.apply(x, weight, labels, chunk_rows)  # type: ignore[no-untyped-call]
     return loss
 
@@ -58,7 +58,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 # p - 1 before it is rounded: p may be next to 1
                 dlogits.scatter_(1, target, torch.expm1(log_p_target).to(x.dtype))
                 dx[rows] = (dlogits @ weight).masked_fill(ignored, 0.0)
-                dweight += dlogits.T @ own
+                _add_product(dweight, dlogits.T, own)
         if dx is not None and dweight is not None:
             ctx.save_for_backward(dx, dweight.to(weight.dtype))
         return loss
@@ -67,3 +67,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
         return dx * grads[0].to(dx.dtype), dweight * grads[0].to(dweight.dtype), None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a b to `total`, which may have more bits than a and b."""
+    if total.is_cuda and total.dtype != a.dtype:
+        # one pass over the matrix, and no sum of a chunk is rounded before it is added
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b

@@ -23,7 +23,8 @@ from hexiseq_triton.planner.bound_cut import cut_seconds
 from hexiseq_triton.planner.bound_heads import whole_heads_seconds
 from hexiseq_triton.planner.bound_phases import phases_seconds
 from hexiseq_triton.planner.fsdp import boundary_seconds, fsdp_seconds, optimizer_seconds
-from hexiseq_triton.planner.memory import memory_model
+from hexiseq_triton.planner.logits import logits_seconds_per_token
+from hexiseq_triton.planner.memory import FIXED, memory_model
 from hexiseq_triton.planner.problem import Problem, Work
 from hexiseq_triton.planner.rates import Floats, together
 
@@ -108,10 +109,11 @@ def fewest_passes(problem: Problem) -> int | None:
     """
     workload, model, memory = problem.workload, problem.model, memory_model(problem)
     limit = problem.rates.memory_limit
-    if (limit < max(memory.fixed, memory.floor)).any():
+    if (limit < memory.idle).any():
         return None
-    heads = model.heads * memory.per_q_head + model.kv_heads * memory.per_kv_head
-    tokens = float((limit - memory.fixed).sum()) / (memory.per_token + heads)
+    room = (limit[:, None] - memory.moments[:, FIXED]).sum(axis=0)
+    each = memory.whole_tokens(model)
+    tokens = float((room[each > 0] / each[each > 0]).min())
     fitting = (n for n in workload.accumulations if workload.step_tokens / n <= tokens)
     return next(fitting, None)
 
@@ -133,5 +135,4 @@ def unit_seconds(problem: Problem) -> tuple[Floats, Floats, Floats]:
     )
     if problem.workload.recompute == "full":
         backward = backward + forward
-    logits = (1 + Work.BACKWARD_LINEAR) * work.logits_per_token / rates.gemm_forward
-    return forward, backward, logits
+    return forward, backward, logits_seconds_per_token(problem)

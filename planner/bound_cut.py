@@ -23,7 +23,7 @@ import math
 import numpy as np
 
 from hexiseq_triton.planner.densities import tokens_above
-from hexiseq_triton.planner.memory import memory_model
+from hexiseq_triton.planner.memory import FIXED, PER_TOKEN, memory_model
 from hexiseq_triton.planner.problem import Problem
 from hexiseq_triton.planner.rates import Floats, Ints
 
@@ -56,7 +56,9 @@ def _seconds(problem: Problem, passes: int, per_token: Floats, cells: Ints, port
     rate = np.bincount(cells, 1 / per_token)
     if len(rate) == 1:  # nothing need enter the only cell
         return 0.0
-    tokens = (problem.rates.memory_limit - memory.fixed) / memory.per_token
+    limit = problem.rates.memory_limit[:, None] - memory.moments[:, FIXED]
+    each = memory.moments[:, PER_TOKEN]
+    tokens = (limit[:, each > 0] / each[each > 0]).min(axis=1)
     room = np.bincount(cells, np.maximum(tokens, 0.0))
 
     keys = workload.seq_len * _KEYS[:, None]

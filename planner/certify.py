@@ -29,7 +29,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from hexiseq_triton.planner.cost import Cost
-from hexiseq_triton.planner.memory import memory_model
+from hexiseq_triton.planner.logits import logits_seconds_per_token
+from hexiseq_triton.planner.memory import FIXED, PER_TOKEN, memory_model
 from hexiseq_triton.planner.problem import Work
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.sight import sight_of
@@ -104,8 +105,9 @@ class _Split:
     port: Floats
     """Bytes a second."""
     room: Floats
+    """[moments, ranks]: bytes for tokens and heads."""
     bytes_each: Floats
-    """[3]: of a token, and of a query head and a KV head over all tokens of the group."""
+    """[moments, 3]: of a token, and of a query head and a KV head over the group's tokens."""
 
     @classmethod
     def of(cls, cost: Cost, g: int) -> _Split:
@@ -114,11 +116,10 @@ class _Split:
         mine = rows.group == g
         rank, tokens = rows.rank[mine], rows.group_tokens[g]
         logits = cost.logits_seconds[mine].max() / model.layers
-        logits_work = (1 + Work.BACKWARD_LINEAR) * work.logits_per_token / model.layers
         linear = work.linear_per_token * np.stack(
             [1 / rates.gemm_forward[rank], Work.BACKWARD_LINEAR / rates.gemm_backward[rank]]
         )
-        linear[1] += logits_work / rates.gemm_forward[rank]
+        linear[1] += logits_seconds_per_token(problem)[rank] / model.layers
         sight = sight_of(problem, cost.layout, rows)
         head = work.attention_per_pair * sight.pairs[g]
         head = head * np.stack(
@@ -153,14 +154,9 @@ class _Split:
                 ]
             ),
             port=_shuffle_port(cost, g),
-            room=rates.memory_limit[rank] - memory.fixed,
-            bytes_each=np.array(
-                [
-                    memory.per_token,
-                    tokens * memory.per_q_head,
-                    tokens * memory.per_kv_head + buffers,
-                ]
-            ),
+            room=rates.memory_limit[rank] - memory.moments[:, FIXED, None],
+            bytes_each=memory.moments[:, PER_TOKEN:] * np.array([1.0, tokens, tokens])
+            + np.array([0.0, 0.0, buffers]),
         )
 
     @property
@@ -224,11 +220,13 @@ def _proved(split: _Split) -> float:
         for names, (_, values) in zip((tokens, heads, kv_heads), held, strict=True)
         for var, value in zip(names, values.tolist(), strict=True)
     ]
-    room = np.abs(split.room).max()
+    unit = np.abs(split.room).max()
     for r in range(count):
         model += heads[r] <= split.q_per_kv * kv_heads[r], f"kv_head_of_every_head_{r}"
-        held_here = zip(split.bytes_each / room, (tokens[r], heads[r], kv_heads[r]), strict=True)
-        model += xsum(each * var for each, var in held_here) <= split.room[r] / room, f"memory_{r}"
+        here = tokens[r], heads[r], kv_heads[r]
+        for m, (each, room) in enumerate(zip(split.bytes_each, split.room[:, r], strict=True)):
+            used = xsum(size * var for size, var in zip(each / unit, here, strict=True))
+            model += used <= room / unit, f"memory_{m}_{r}"
     model += xsum(tokens) == int(split.tokens.sum()), "all_tokens"
     model += xsum(heads) == int(split.heads.sum()), "all_heads"
 

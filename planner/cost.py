@@ -30,6 +30,7 @@ from hexiseq_triton.planner.fsdp import (
     nic_seconds,
     optimizer_seconds,
 )
+from hexiseq_triton.planner.logits import logits_seconds_per_token
 from hexiseq_triton.planner.memory import peak_bytes
 from hexiseq_triton.planner.plans import Exchange
 from hexiseq_triton.planner.problem import Layout, Problem, Work
@@ -253,9 +254,8 @@ def _layer_seconds(
 
 
 def _logits_seconds(problem: Problem, rows: Rows) -> Floats:
-    """Return the output matrix in one pass, forward and backward, of each row."""
-    work = (1 + Work.BACKWARD_LINEAR) * problem.work.logits_per_token * rows.tokens
-    result: Floats = work / problem.rates.gemm_forward[rows.rank]
+    """Return output matrix and loss in one pass, forward and backward, of each row."""
+    result: Floats = logits_seconds_per_token(problem)[rows.rank] * rows.tokens
     return result
 
 

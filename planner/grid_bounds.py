@@ -130,13 +130,14 @@ def excesses(problem: Problem, shapes: Sequence[Shape], ranks: Ranks) -> Floats:
     kv_heads = np.array([held[int(hp)] for hp in sizes.hp])
     tokens = problem.workload.step_tokens / (sizes.accumulation * len(ranks))
     group_tokens = sizes.hp * tokens
-    used = memory.fixed + tokens * memory.per_token
-    used = used + group_tokens * (heads * memory.per_q_head + kv_heads * memory.per_kv_head)
+    fixed, token, q_head, kv_head = memory.moments.T[:, :, None]
+    used = fixed + tokens * token + group_tokens * (heads * q_head + kv_heads * kv_head)
     buffers = memory.buffers(shapes[0].exchange, group_tokens, sizes.cp * group_tokens)
-    used = used + np.where(sizes.cp > 1, kv_heads * buffers, 0.0)
+    beside = np.where(sizes.cp > 1, kv_heads * buffers + memory.communicator, 0.0)
+    beside = beside + np.where(sizes.hp > 1, memory.communicator, 0.0)
     limits = problem.rates.memory_limit
-    idle = max(memory.fixed, memory.floor)
-    result: Floats = np.maximum(used / limits[list(ranks)].min(), idle / limits.min())
+    needed = (used.max(axis=0) + beside) / limits[list(ranks)].min()
+    result: Floats = np.maximum(needed, memory.idle / limits.min())
     return result
 
 

@@ -17,27 +17,26 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from hexiseq_triton.planner.memory import FIXED, PER_KV_HEAD, PER_Q_HEAD, PER_TOKEN
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.speeds import (
     ACROSS,
     ACROSS_LATENCY,
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
+    COMMUNICATOR,
     COMPUTE_SLOWDOWN,
     FORWARDS,
     GATHER,
     HEAD_DIM,
     IN_NODE,
     IN_NODE_LATENCY,
-    LAYER_SHARE,
+    LAYER_FORWARD,
     LINEAR_BACKWARD,
     LINEAR_FORWARD,
     PEER_FIXED,
     PEER_KV_HEAD,
     PEER_Q_HEAD,
-    PER_KV_HEAD,
-    PER_Q_HEAD,
-    PER_TOKEN,
     REDUCE,
     ROOM,
     SHARES_PORT,
@@ -56,6 +55,8 @@ class Members(NamedTuple):
     node: Ints
     shared: Floats
     """`Speeds.shared`."""
+    moments: Floats
+    """`Speeds.moments`."""
     buffers: float
     """Bytes of receive buffers for each KV head; 0 if nothing is received."""
 
@@ -74,19 +75,51 @@ def kv_heads_held(heads: Ints, q_per_kv: int) -> Ints:
 
 
 @numba.njit(cache=True)
-def head_bytes(num_tokens: int, heads: int, held: int, members: Members) -> float:
-    """Return what query heads and the KV heads they read take over all tokens of the group."""
-    shared = members.shared
-    per_token = heads * shared[PER_Q_HEAD] + held * shared[PER_KV_HEAD]
-    return float(num_tokens * per_token + held * members.buffers)
+def room_for_tokens(room: float, num_tokens: int, heads: int, held: int, members: Members) -> float:
+    """Return how many tokens a rank's memory holds beside its heads, which come first.
+
+    Args:
+        room: bytes for tokens and heads.
+        num_tokens: of the group.
+        heads: query heads of the rank.
+        held: KV heads that they read.
+        members: the ranks.
+    """
+    most = np.inf
+    for moment in members.moments:
+        left = room - moment[FIXED]
+        left -= num_tokens * (heads * moment[PER_Q_HEAD] + held * moment[PER_KV_HEAD])
+        if moment[PER_TOKEN] > 0:
+            most = min(most, left / moment[PER_TOKEN])
+        elif left < 0:
+            most = min(most, left)
+    return most
 
 
 @numba.njit(cache=True)
-def peer_bytes(num_tokens: int, heads: int, held: int, members: Members) -> float:
-    """Return what the all-to-all's buffers add where a rank has so many heads fewer than most."""
+def bytes_beside(num_tokens: int, heads: Ints, held: Ints, members: Members) -> Floats:
+    """Return what each rank's communicators and their buffers take."""
     shared = members.shared
-    per_token = heads * shared[PEER_Q_HEAD] + held * shared[PEER_KV_HEAD]
-    return float(num_tokens * per_token + shared[PEER_FIXED])
+    used = held * members.buffers
+    if members.buffers > 0:
+        used += shared[COMMUNICATOR]
+    if len(heads) > 1:
+        used += shared[COMMUNICATOR]
+        if not _spans(members.node):
+            widest = heads.max() * shared[PEER_Q_HEAD] + held.max() * shared[PEER_KV_HEAD]
+            used += num_tokens * widest + shared[PEER_FIXED]
+    return used
+
+
+@numba.njit(cache=True)
+def _peak_bytes(tokens: int, num_tokens: int, heads: int, held: int, members: Members) -> float:
+    """Return what tokens and heads of a rank take at the fullest moment."""
+    most = 0.0
+    for moment in members.moments:
+        of_heads = heads * moment[PER_Q_HEAD] + held * moment[PER_KV_HEAD]
+        used = moment[FIXED] + tokens * moment[PER_TOKEN] + num_tokens * of_heads
+        most = max(most, used)
+    return most
 
 
 @numba.njit(cache=True)
@@ -113,15 +146,12 @@ def group_seconds(tokens: Ints, heads: Ints, held: Ints, members: Members) -> fl
     by_rank, shared = members.by_rank, members.shared
     num_tokens = tokens.sum()
     missing, logits = 0.0, 0.0
-    peers = len(tokens) > 1 and not _spans(members.node)
-    most, most_held = heads.max(), held.max()
+    beside = bytes_beside(num_tokens, heads, held, members)
     for r in range(len(tokens)):
-        used = head_bytes(num_tokens, heads[r], held[r], members) + tokens[r] * shared[PER_TOKEN]
-        if peers:
-            used += peer_bytes(num_tokens, most - heads[r], most_held - held[r], members)
+        used = beside[r] + _peak_bytes(tokens[r], num_tokens, heads[r], held[r], members)
         missing += max(0.0, used - by_rank[r, ROOM])
-        logits = max(logits, tokens[r] * by_rank[r, LINEAR_FORWARD])
-    logits *= 1 - shared[FORWARDS] * shared[LAYER_SHARE]
+        layer = shared[FORWARDS] * by_rank[r, LAYER_FORWARD]
+        logits = max(logits, tokens[r] * (by_rank[r, LINEAR_FORWARD] - layer))
     forward, backward = directions(tokens, heads, held, members)
     seconds = _beside(forward, shared[GATHER], shared) + _beside(backward, shared[REDUCE], shared)
     seconds += logits
@@ -145,13 +175,11 @@ def _computing(tokens: Ints, heads: Ints, members: Members) -> tuple[float, floa
     by_rank, num_tokens = members.by_rank, tokens.sum()
     linear, linear_back, attention, attention_back = 0.0, 0.0, 0.0, 0.0
     for r in range(len(tokens)):
-        linear = max(linear, tokens[r] * by_rank[r, LINEAR_FORWARD])
+        linear = max(linear, tokens[r] * by_rank[r, LAYER_FORWARD])
         linear_back = max(linear_back, tokens[r] * by_rank[r, LINEAR_BACKWARD])
         attention = max(attention, heads[r] * by_rank[r, ATTENTION_FORWARD])
         attention_back = max(attention_back, heads[r] * by_rank[r, ATTENTION_BACKWARD])
-    forward = (
-        linear * members.shared[LAYER_SHARE] + num_tokens * attention / members.shared[FORWARDS]
-    )
+    forward = linear + num_tokens * attention / members.shared[FORWARDS]
     return forward, linear_back + num_tokens * attention_back
 
 

@@ -1,10 +1,11 @@
 """Tokens and query heads inside one head-parallel group, for the least time of its two phases.
 
 Heads and tokens are first placed each for their own phase (`split`, exact). Two things couple them:
-memory, `room >= t per_token + L (q_heads per_q_head + kv_heads per_kv_head)`, and the ports of the
-all-to-all, whose ingress falls as t grows. So blocks of tokens and single heads then move between
-ranks while that helps (`group_time`), with the memory that is missing counted before seconds. The
-exchange between groups is not seen here; the evaluator judges it.
+memory, `room >= t per_token + L (q_heads per_q_head + kv_heads per_kv_head)` at each of the memory
+model's moments, and the ports of the all-to-all, whose ingress falls as t grows. So blocks of
+tokens and single heads then move between ranks while that helps (`group_time`), with the memory
+that is missing counted before seconds. The exchange between groups is not seen here; the evaluator
+judges it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import numpy as np
 from hexiseq_triton.planner.group_time import (
     MISSING_BYTE,
     Members,
+    bytes_beside,
     group_seconds,
-    head_bytes,
     kv_heads_held,
+    room_for_tokens,
     shuffle_seconds,
 )
+from hexiseq_triton.planner.memory import FIXED, PER_KV_HEAD, PER_Q_HEAD, PER_TOKEN
 from hexiseq_triton.planner.rates import Ints
 from hexiseq_triton.planner.speeds import (
     ATTENTION_BACKWARD,
@@ -27,9 +30,6 @@ from hexiseq_triton.planner.speeds import (
     HEADS,
     LINEAR_BACKWARD,
     LINEAR_FORWARD,
-    PER_KV_HEAD,
-    PER_Q_HEAD,
-    PER_TOKEN,
     Q_PER_KV,
     ROOM,
 )
@@ -59,6 +59,8 @@ def split_group(num_tokens: int, unit: int, members: Members) -> tuple[Ints, Int
     """
     tokens, heads = first_split(num_tokens, unit, members)
     best = _settled(tokens, heads, unit, members)
+    if best >= MISSING_BYTE and len(tokens) > 1:
+        best = _try_by_room(best, tokens, heads, unit, members)
     if 1 < len(tokens) <= _FEW:
         held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
         moving = sum(shuffle_seconds(tokens, heads, held, members))
@@ -76,10 +78,30 @@ def split_group(num_tokens: int, unit: int, members: Members) -> tuple[Ints, Int
 def _has_room(num_tokens: int, members: Members) -> bool:
     """Return whether the memory of all ranks together holds the tokens and every head once."""
     shared = members.shared
-    heads = int(shared[HEADS])
-    needed = head_bytes(num_tokens, heads, heads // int(shared[Q_PER_KV]), members)
-    room = np.maximum(members.by_rank[:, ROOM], 0.0).sum()
-    return bool(needed + num_tokens * shared[PER_TOKEN] <= room)
+    heads = shared[HEADS]
+    held = heads / shared[Q_PER_KV]
+    enough = True
+    for moment in members.moments:
+        of_heads = heads * moment[PER_Q_HEAD] + held * moment[PER_KV_HEAD]
+        needed = num_tokens * (moment[PER_TOKEN] + of_heads) + held * members.buffers
+        room = np.maximum(members.by_rank[:, ROOM] - moment[FIXED], 0.0).sum()
+        enough &= needed <= room
+    return bool(enough)
+
+
+@numba.njit(cache=True)
+def _try_by_room(best: float, tokens: Ints, heads: Ints, unit: int, members: Members) -> float:
+    """Start anew with heads as ranks have memory rather than speed; keep what is better."""
+    room = members.by_rank[:, ROOM] - members.moments[:, FIXED].max()
+    seconds = 1 / np.maximum(room, 1.0)
+    caps = np.full(len(heads), heads.sum(), dtype=np.int64)
+    new_heads = place(heads.sum(), seconds, seconds, caps)
+    new_tokens = _first_tokens(tokens.sum(), unit, new_heads, members)
+    found = _settled(new_tokens, new_heads, unit, members)
+    if found < best:
+        tokens[:] = new_tokens
+        heads[:] = new_heads
+    return min(best, found)
 
 
 @numba.njit(cache=True)
@@ -115,7 +137,8 @@ def _try_on_some(
 def _some(bits: int, members: Members) -> tuple[Members, Ints]:
     """Return the ranks whose bits are set, and which they are."""
     at = np.array([r for r in range(len(members.node)) if bits >> r & 1])
-    return Members(members.by_rank[at], members.node[at], members.shared, members.buffers), at
+    shared, moments, buffers = members.shared, members.moments, members.buffers
+    return Members(members.by_rank[at], members.node[at], shared, moments, buffers), at
 
 
 @numba.njit(cache=True)
@@ -145,9 +168,11 @@ def _first_heads(num_tokens: int, members: Members) -> Ints:
     by_rank, shared = members.by_rank, members.shared
     num_heads = int(shared[HEADS])
     caps = np.full(len(by_rank), num_heads, dtype=np.int64)
-    head = num_tokens * (shared[PER_Q_HEAD] + shared[PER_KV_HEAD] / shared[Q_PER_KV])
-    for r in range(len(caps)):
-        caps[r] = min(caps[r], max(0, int(by_rank[r, ROOM] / max(head, 1.0))))
+    for moment in members.moments:
+        head = num_tokens * (moment[PER_Q_HEAD] + moment[PER_KV_HEAD] / shared[Q_PER_KV])
+        for r in range(len(caps)):
+            room = by_rank[r, ROOM] - moment[FIXED]
+            caps[r] = min(caps[r], max(0, int(room / max(head, 1.0))))
     forward = by_rank[:, ATTENTION_FORWARD].copy()
     backward = by_rank[:, ATTENTION_BACKWARD].copy()
     heads = place(num_heads, forward, backward, caps)
@@ -162,15 +187,16 @@ def _first_tokens(num_tokens: int, unit: int, heads: Ints, members: Members) -> 
     by_rank, shared = members.by_rank, members.shared
     held = kv_heads_held(heads, int(shared[Q_PER_KV]))
     caps = np.zeros(len(heads), dtype=np.int64)
+    room = by_rank[:, ROOM] - bytes_beside(num_tokens, heads, held, members)
     for r in range(len(heads)):
-        used = head_bytes(num_tokens, heads[r], held[r], members)
-        caps[r] = max(0, int((by_rank[r, ROOM] - used) / shared[PER_TOKEN]))
+        most = room_for_tokens(room[r], num_tokens, heads[r], held[r], members)
+        caps[r] = min(num_tokens, max(0, int(most)))
     forward = by_rank[:, LINEAR_FORWARD].copy()
     backward = by_rank[:, LINEAR_BACKWARD].copy()
     tokens = place_tokens(num_tokens, forward, backward, caps, unit)
     if tokens[0] < 0:
-        room = np.full(len(caps), num_tokens, dtype=np.int64)
-        tokens = place_tokens(num_tokens, forward, backward, room, unit)
+        free = np.full(len(caps), num_tokens, dtype=np.int64)
+        tokens = place_tokens(num_tokens, forward, backward, free, unit)
     return tokens
 
 

@@ -145,10 +145,13 @@ def _best_by_model(choices: Sequence[_Choice], seconds: float) -> dict[str, _Cho
 def _most_sequences(problem: Problem, rows: Rows) -> Ints:
     """Return how many sequences each replica's memory holds; `rows` hold one in each."""
     memory = memory_model(problem)
-    none = replace(rows, group_tokens=np.zeros(len(rows.group_starts)))
-    room = problem.rates.memory_limit[rows.rank] - memory.fixed - memory.head_bytes(none)
-    used = memory.rank_bytes(rows) - memory.fixed - memory.head_bytes(none)
-    fitting = np.minimum.reduceat(np.floor(room / used), rows.replica_starts)
+    zeros = np.zeros(len(rows.rank)), np.zeros(len(rows.group_starts))
+    none = replace(rows, tokens=zeros[0], group_tokens=zeros[1])
+    with_none = memory.of_moments(none) + memory.beside(none)
+    used = memory.of_moments(rows) + memory.beside(rows) - with_none
+    room = problem.rates.memory_limit[rows.rank] - with_none
+    most = np.where(used > 0, np.floor(room / np.maximum(used, 1.0)), np.where(room < 0, 0, np.inf))
+    fitting = np.minimum.reduceat(most.min(axis=0), rows.replica_starts)
     result: Ints = np.maximum(fitting, 0).astype(np.int64)
     return result
 

@@ -1,24 +1,28 @@
-"""Memory of a rank at its peak: what stays for the whole step, and the fullest layer.
+"""Memory of a rank at its peak: the fullest moment of a pass, and what stands beside it all along.
 
-    bytes = fixed + tokens * per_token
-            + group tokens * (q_heads * per_q_head + kv_heads * per_kv_head)
-            + kv_heads * buffer_per_kv_head, where KV is exchanged
+    bytes = max over moments (fixed + tokens * per_token
+                + group tokens * (q_heads * per_q_head + kv_heads * per_kv_head))
+            + communicators + receive buffers, where KV is exchanged
             + what the group's ranks reach at each other, where they share a node
 
+Heads count over all the group's tokens: that is what the all-to-all makes of them. The moments are
+
+    mlp       the last layer's MLP runs backward: activations of all layers stand
+    next      the same of the layer before, while gradients of the last one are still reduced
+    attention attention runs backward, over a rank's heads of all the group's tokens
+    logits    a chunk of logits, and the float32 gradient of the output matrix
+    end       no activations, but gradients of both matrices, and in float32 for their reduction
+
 `fixed` counts evenly sharded states (FSDP2 shards evenly, over idle ranks too), embedding and
-output matrix gathered for the whole pass with the output's gradient, and the larger of two moments:
-two gathered layers with one layer's gradients, or a chunk of logits with the float32 gradient of
-the output matrix. `floor` is the end of a pass: no activations, but both matrices' gradients, in
-bf16 and in float32 for their reduction. Everything that comes and goes is raised by the allocator's
-slack. Heads count over all the group's tokens: that is what the all-to-all makes of them.
+output matrix gathered for the whole pass, and a gathered layer with the next one on its way. FSDP2
+gathers into buffers of its own stream and copies out of them, so both exist, and PyTorch's
+allocator gives no stream what another has let go: states, gathers and the rest each count with
+their own peak. Everything that comes and goes is raised by the allocator's slack.
 
 In a node the all-to-all goes through buffers that the ranks of a group map at each other, all as
-large as the rank with the most heads needs (`hexiseq_triton/peer_slots.py`). They take the place of
-what a rank would hold itself, packed inputs, gradients of outputs and of queries, which is counted
-above; what the largest rank has more than this one comes on top:
+large as the rank with the most heads needs (`hexiseq_triton/peer_slots.py`):
 
-    group tokens * ((most q_heads - q_heads) * peer_per_q_head
-                    + (most kv_heads - kv_heads) * peer_per_kv_head) + peer_fixed
+    group tokens * (most q_heads * peer_per_q_head + most kv_heads * peer_per_kv_head) + peer_fixed
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hexiseq_triton.planner.logits import chunk_tokens
+from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Exchange
 from hexiseq_triton.planner.problem import Problem
 from hexiseq_triton.planner.rates import Floats
@@ -35,12 +41,15 @@ from hexiseq_triton.planner.traffic import BF16, FLOAT32
 
 STATE_BYTES = 4 * FLOAT32
 """A parameter, its gradient, and Adam's two moments."""
-LOGITS_CHUNK_TOKENS = 1024
-"""`cross_entropy.CHUNK_ROWS`."""
 LOGIT_BYTES = 2 * BF16 + 2 * FLOAT32
-"""The product, its float32 copy, log-probabilities, and the gradient in bf16."""
-CONTEXT_BYTES = 1e9
-"""CUDA context, communicators and code; assumed."""
+"""The product and its log-probabilities, and those and the gradient of the chunk before."""
+CONTEXT_BYTES = 1.5e9
+"""CUDA's context and kernels; 1.2 to 1.5 GB on an H200."""
+COMMUNICATOR_BYTES = 0.7e9
+"""NCCL's buffers of one communicator, as measured on two H200. Each rank has one for all ranks; one
+more where its group has several ranks, and one more where its replica has several groups."""
+WORKSPACE_BYTES = 2 * (32 << 20)
+"""What cuBLAS and cuBLASLt keep for themselves."""
 FETCHERS = 2
 """Groups that fetch the same head of a rank at a time: they reach it one after the other, and the
 next before the last is done where it has fewer tokens."""
@@ -50,19 +59,19 @@ DELTA_BYTES = 8
 """What the buffers have room for in each row of delta, whatever its dtype."""
 LARGEST_SLOT_BYTES = 1024
 """Of one head of one token: larger ones, and sizes other than powers of two, are sent."""
-ALLOCATOR_SLACK = 0.08
-"""Reserved but unused by PyTorch's allocator; reports lie between 6 and 10 %."""
+ALLOCATOR_SLACK = 0.03
+"""Reserved but unused by PyTorch's allocator, whose segments can grow (`allocator.py`)."""
+
+FIXED, PER_TOKEN, PER_Q_HEAD, PER_KV_HEAD = range(4)
+"""Columns of `MemoryModel.moments`."""
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The coefficients of the formula above, in bytes."""
+    """The coefficients of the formulas above, in bytes; `moments` is [5, 4]."""
 
-    fixed: float
-    floor: float
-    per_token: float
-    per_q_head: float
-    per_kv_head: float
+    moments: Floats
+    communicator: float
     buffer_per_kv_head: float
     block_per_kv_head: float
     """A token's K and V, and its dK and dV, for one head: what baselines' exchanges buffer."""
@@ -70,26 +79,43 @@ class MemoryModel:
     peer_per_kv_head: float
     peer_fixed: float
 
-    def rank_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
-        """Return the peak of every row of a layout, the floor left out."""
-        return self.head_bytes(rows, exchange) + self.fixed + self.per_token * rows.tokens
+    @property
+    def idle(self) -> float:
+        """What a rank without tokens and heads holds."""
+        return float(self.moments[:, FIXED].max())
 
-    def head_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
-        """Return what a rank's heads take: group tokens by heads, and receive buffers."""
-        per_token = rows.q_heads * self.per_q_head + rows.kv_heads * self.per_kv_head
-        held: Floats = rows.group_tokens[rows.group] * per_token
+    def whole_tokens(self, model: ModelSpec) -> Floats:
+        """Return what a token takes with all its heads, at each moment."""
+        heads = model.heads * self.moments[:, PER_Q_HEAD]
+        result: Floats = (
+            self.moments[:, PER_TOKEN] + heads + model.kv_heads * self.moments[:, PER_KV_HEAD]
+        )
+        return result
+
+    def rank_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
+        """Return the peak of every row of a layout."""
+        result: Floats = self.of_moments(rows).max(axis=0) + self.beside(rows, exchange)
+        return result
+
+    def of_moments(self, rows: Rows) -> Floats:
+        """Return [moments, rows], what tokens and heads take, and what is there anyway."""
+        fixed, token, q_head, kv_head = self.moments.T[:, :, None]
+        heads = rows.q_heads * q_head + rows.kv_heads * kv_head
+        result: Floats = fixed + rows.tokens * token + rows.group_tokens[rows.group] * heads
+        return result
+
+    def beside(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
+        """Return what each row's communicators take, and buffers for what they carry."""
         stream = sums_by(rows.replica, rows.group_tokens)[rows.replica]
         buffers = self.buffers(exchange, rows.group_tokens, stream)
         per_kv_head = (np.ones(len(stream)) * buffers)[rows.group]
-        return held + rows.exchanges * rows.kv_heads * per_kv_head + self._peers(rows)
-
-    def _peers(self, rows: Rows) -> Floats:
-        """Return what the all-to-all's buffers add on each row, in groups that share a node."""
-        q_heads = rows.most(rows.q_heads)[rows.group] - rows.q_heads
-        kv_heads = rows.most(rows.kv_heads)[rows.group] - rows.kv_heads
+        exchanged = rows.exchanges * (self.communicator + rows.kv_heads * per_kv_head)
+        q_heads, kv_heads = rows.most(rows.q_heads), rows.most(rows.kv_heads)
         per_token = q_heads * self.peer_per_q_head + kv_heads * self.peer_per_kv_head
-        shares = ((rows.group_sizes > 1) & ~rows.spans_nodes)[rows.group]
-        result: Floats = shares * (rows.group_tokens[rows.group] * per_token + self.peer_fixed)
+        together = rows.group_sizes > 1
+        peers = together * ~rows.spans_nodes * (rows.group_tokens * per_token + self.peer_fixed)
+        shuffled = together * self.communicator + peers
+        result: Floats = exchanged + shuffled[rows.group]
         return result
 
     def buffers(
@@ -112,11 +138,11 @@ class MemoryModel:
 
 
 def peak_bytes(problem: Problem, rows: Rows, exchange: Exchange = "routes") -> Floats:
-    """Return the peak of every rank of the world; idle ranks hold what `fixed` counts."""
+    """Return the peak of every rank of the world, idle ones too."""
     memory = memory_model(problem)
-    used = np.full(problem.cluster.world_size, memory.fixed)
+    used = np.full(problem.cluster.world_size, memory.idle)
     used[rows.rank] = memory.rank_bytes(rows, exchange)
-    result: Floats = np.ceil(np.maximum(used, memory.floor))
+    result: Floats = np.ceil(used)
     return result
 
 
@@ -124,31 +150,10 @@ def memory_model(problem: Problem) -> MemoryModel:
     """Return the coefficients for a model, workload and number of ranks."""
     model, workload, exchange = problem.model, problem.workload, problem.exchange
     slack = 1 + ALLOCATOR_SLACK
-    matrix, head_dim = model.vocab * model.hidden, model.head_dim
-    matrices = matrix if model.tied else 2 * matrix
-    states = STATE_BYTES * model.parameters / problem.cluster.world_size + CONTEXT_BYTES
-
-    layer = (2 * BF16 + BF16 + FLOAT32) * model.parameters_per_layer
-    chunk = min(LOGITS_CHUNK_TOKENS, workload.step_tokens)
-    logits = chunk * model.vocab * LOGIT_BYTES + FLOAT32 * matrix
-    outside = BF16 * (matrices + matrix)
-
-    # saved for backward: inputs of two norms, of q k v and MLP, of the output product, the MLP's
-    inner = (4 if model.gated else 2) * model.ffn
-    heads_width, kv_width = model.heads * head_dim, model.kv_heads * head_dim
-    saved = BF16 * (4 * model.hidden + heads_width + inner)
-    # only while a layer runs: q k v, packed for the all-to-all too, and gradients of the MLP
-    passing = BF16 * (2 * (heads_width + 2 * kv_width) + 2 * model.hidden + 2 * model.ffn)
-    if workload.recompute == "full":
-        per_token = BF16 * model.hidden * model.layers + saved + passing
-    else:
-        per_token = model.layers * saved + passing
-
-    # after the all-to-all, saved: q and lse; k and v. While backward runs: do in bf16, delta and dq
-    # in float32, dq in bf16; dk and dv in float32
-    layers = model.layers if workload.recompute == "none" else 1
-    q_head = layers * (BF16 * head_dim + FLOAT32) + (2 * BF16 + FLOAT32) * head_dim + FLOAT32
-    kv_head = layers * 2 * BF16 * head_dim + 2 * FLOAT32 * head_dim
+    head_dim = model.head_dim
+    states = STATE_BYTES * model.parameters / problem.cluster.world_size
+    moments = slack * _moments(problem)
+    moments[:, FIXED] += states + WORKSPACE_BYTES + CONTEXT_BYTES + COMMUNICATOR_BYTES
 
     # two rounds: rows that arrive and their dk and dv, rows that leave and theirs, which return. A
     # round holds the chunks that begin in its window, so one more may reach out of it
@@ -158,15 +163,66 @@ def memory_model(problem: Problem) -> MemoryModel:
     slot_bytes = BF16 * head_dim
     peers = slot_bytes <= LARGEST_SLOT_BYTES and slot_bytes & (slot_bytes - 1) == 0
     return MemoryModel(
-        fixed=states + slack * (outside + max(layer, logits)),
-        floor=states + slack * (2 * BF16 + FLOAT32) * matrices,
-        per_token=slack * per_token,
-        per_q_head=slack * q_head,
-        per_kv_head=slack * kv_head,
+        moments=moments,
+        communicator=COMMUNICATOR_BYTES,
         buffer_per_kv_head=slack * buffer,
         block_per_kv_head=slack * 2 * head_dim * (BF16 + FLOAT32),
         # q or do in, o or dq out, and delta; k and v in, dk and dv out in float32
         peer_per_q_head=peers * (2 * BF16 * head_dim + DELTA_BYTES),
         peer_per_kv_head=peers * 2 * (BF16 + FLOAT32) * head_dim,
         peer_fixed=peers * 2 * PEER_GRANULE,
+    )
+
+
+def _moments(problem: Problem) -> Floats:
+    """Return the moments' coefficients, without states, contexts and slack."""
+    model, workload, world = problem.model, problem.workload, problem.cluster.world_size
+    recomputes = workload.recompute == "full"
+    layer, matrix = model.parameters_per_layer, model.vocab * model.hidden
+    outside = matrix if model.tied else 2 * matrix
+    # the embedding and the output matrix, and two layers, gathered; each rank's part of a layer as
+    # it leaves; and copied out of that, both matrices and one layer
+    gathered = BF16 * (2 * outside + 3 * layer + layer / world)
+    grads, reduced = BF16 * layer, FLOAT32 * layer  # of one layer; what their reduction reads
+    own = gathered + BF16 * matrix  # and the output matrix's gradient, which waits for the end
+    chunk = min(chunk_tokens(model.vocab), workload.step_tokens)
+    logits = chunk * model.vocab * LOGIT_BYTES + FLOAT32 * matrix
+
+    # kept of each token: inputs of two norms, of q k v and MLP, of the output product, the MLP's;
+    # its queries, keys and values
+    hidden, width = BF16 * model.hidden, BF16 * model.heads * model.head_dim
+    kv_width = 2 * BF16 * model.kv_heads * model.head_dim
+    ffn = BF16 * model.ffn
+    inner = (4 if model.gated else 2) * ffn
+    kept = 4 * hidden + width + inner
+    kept_q = BF16 * model.head_dim + FLOAT32  # and lse
+    kept_kv = 2 * BF16 * model.head_dim
+    before = model.layers - 1
+    if recomputes:
+        earlier, earlier_q, earlier_kv = hidden, 0.0, 0.0
+    else:
+        earlier, earlier_q, earlier_kv = kept, kept_q, kept_kv
+
+    # of the MLP, the gradient of what is kept and one more, but one of the kept is gone
+    mlp = kept + (2 if model.gated else 1) * ffn + hidden
+    # of attention, MLP and second norm are done. Gradients of layer and output; dq, dk and dv, and
+    # packed. Over heads: do and dq in bf16, delta and dq, dk and dv in float32
+    attention = kept - inner - 2 * hidden + hidden + width + 2 * (width + kv_width)
+    attention_q = kept_q + (2 * BF16 + FLOAT32) * model.head_dim + FLOAT32
+    attention_kv = kept_kv + 2 * FLOAT32 * model.head_dim
+    after = max(before - 1, 0)
+
+    def at(fixed: float, token: float, q: float, kv: float, layers: int) -> list[float]:
+        """Return a moment's row, with what `layers` earlier layers keep."""
+        kept_before = (layers * earlier, layers * earlier_q, layers * earlier_kv)
+        return [fixed, *(a + b for a, b in zip((token, q, kv), kept_before, strict=True))]
+
+    return np.array(
+        [
+            at(own + grads, mlp, kept_q, kept_kv, before),
+            at(own + grads + reduced, mlp, kept_q, kept_kv, after),
+            at(own + grads + reduced, attention, attention_q, attention_kv, after),
+            at(own + logits, 2 * hidden, 0.0, 0.0, model.layers),
+            at(gathered + (BF16 + FLOAT32) * outside + reduced, 0.0, 0.0, 0.0, 0),
+        ]
     )

@@ -18,6 +18,8 @@ from hexiseq_triton.planner.simulator import simulate
 
 WINDOWS = (4, 8)
 """Chunks in a round that are tried beside the default."""
+_WIDEST_DECIDED = 3
+"""Of layouts with wider windows, so many of the fastest by the fast engine are left to decide."""
 _GAIN = 0.99
 """A wider window has to make a step this much shorter: it takes memory."""
 
@@ -25,12 +27,14 @@ _GAIN = 0.99
 def simulated(problem: Problem) -> tuple[Cost, str] | None:
     """Return the fastest layout in the simulator with what it says of it; None if none fits."""
     runnable, judge = Contenders.of(problem).runnable, Judge("direct")
-    best = judge.fastest(runnable)
-    if best is None:
+    ranked = judge.ranked(runnable)
+    if not ranked:
         return None
     first = judge.judged(min(runnable, key=lambda cost: cost.step_seconds)).seconds
-    chosen, seconds = best.cost, best.seconds
-    for cost in _with_wider_windows(best.cost):
+    chosen, seconds = ranked[0].cost, ranked[0].seconds
+    wide = [cost for each in ranked for cost in _with_wider_windows(each.cost)]
+    fast = sorted(wide, key=lambda cost: simulate(cost, engine="fast").step_seconds)
+    for cost in fast[:_WIDEST_DECIDED]:
         found = simulate(cost, engine="event").step_seconds
         if found < _GAIN * seconds:
             chosen, seconds = cost, found

@@ -12,35 +12,38 @@ from dataclasses import dataclass
 import numpy as np
 
 from hexiseq_triton.planner.fsdp import fsdp_seconds
+from hexiseq_triton.planner.logits import logits_seconds_per_token
 from hexiseq_triton.planner.memory import memory_model
 from hexiseq_triton.planner.problem import Problem, Work
 from hexiseq_triton.planner.rates import Floats, Ints
 
 LINEAR_FORWARD, LINEAR_BACKWARD, ATTENTION_FORWARD, ATTENTION_BACKWARD = range(4)
 IN_NODE, ACROSS, IN_NODE_LATENCY, ACROSS_LATENCY, SHARES_PORT, ROOM, EXCHANGE_ACROSS = range(4, 11)
+LAYER_FORWARD = 11
 """Columns of `Speeds.by_rank`."""
 
-HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, LAYER_SHARE, GATHER, REDUCE, PER_TOKEN = range(8)
-PER_Q_HEAD, PER_KV_HEAD, BUFFER, COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN = range(8, 13)
-PEER_Q_HEAD, PEER_KV_HEAD, PEER_FIXED = range(13, 16)
-"""Entries of `Speeds.shared`. LAYER_SHARE is what one forward pass of the layer takes of the first
-column of `by_rank`, the same on all ranks; GATHER and REDUCE are FSDP's seconds beside a layer's
-forward and backward, and the slowdowns are those of `Overlap`."""
+HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, GATHER, REDUCE = range(6)
+COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN, BUFFER, COMMUNICATOR = range(6, 10)
+PEER_Q_HEAD, PEER_KV_HEAD, PEER_FIXED = range(10, 13)
+"""Entries of `Speeds.shared`. GATHER and REDUCE are FSDP's seconds beside a layer's forward and
+backward, and the slowdowns are those of `Overlap`."""
 
 
 @dataclass(frozen=True)
 class Speeds:
     """The search's view of a problem.
 
-    `by_rank` is [ranks, 11]: seconds a token in the token-wise phases, forward with the logits, and
+    `by_rank` is [ranks, 12]: seconds a token in the token-wise phases, forward with the logits, and
     backward; seconds a head and group token in attention, forward and backward; seconds a byte in
     an all-to-all, in the node and across; the two latencies; 1 if both share a port; bytes of
-    memory left for tokens and heads; seconds a byte of the exchange across nodes. `shared` holds
-    what is alike for all ranks, `kind` [ranks] numbers the kinds, `node` [ranks] the nodes.
+    memory; seconds a byte of the exchange across nodes; seconds a token in one forward pass of the
+    layer alone. `shared` holds what is alike for all ranks, `moments` is the memory model's, `kind`
+    [ranks] numbers the kinds, `node` [ranks] the nodes.
     """
 
     by_rank: Floats
     shared: Floats
+    moments: Floats
     kind: Ints
     node: Ints
 
@@ -49,12 +52,13 @@ class Speeds:
         rates, work, memory = problem.rates, problem.work, memory_model(problem)
         model, workload = problem.model, problem.workload
         times = 2 if workload.recompute == "full" else 1
-        logits = (1 + Work.BACKWARD_LINEAR) * work.logits_per_token / model.layers
+        logits = logits_seconds_per_token(problem) / model.layers
+        linear = work.linear_per_token / rates.gemm_forward
         gather, reduce_scatter = fsdp_seconds(problem)
         pairs = work.attention_per_pair * workload.pairs_per_token
         by_rank = np.stack(
             [
-                (times * work.linear_per_token + logits) / rates.gemm_forward,
+                times * linear + logits,
                 Work.BACKWARD_LINEAR * work.linear_per_token / rates.gemm_backward,
                 times * pairs / rates.attention_forward,
                 Work.BACKWARD_ATTENTION * pairs / rates.attention_backward,
@@ -63,8 +67,9 @@ class Speeds:
                 rates.in_node_latency,
                 rates.across_latency,
                 rates.shares_port.astype(float),
-                rates.memory_limit - memory.fixed,
+                rates.memory_limit,
                 1 / rates.across,
+                linear,
             ],
             axis=1,
         )
@@ -74,21 +79,18 @@ class Speeds:
                 model.heads // model.kv_heads,
                 model.head_dim,
                 times,
-                work.linear_per_token / (times * work.linear_per_token + logits),
                 gather,
                 gather + reduce_scatter,
-                memory.per_token,
-                memory.per_q_head,
-                memory.per_kv_head,
-                memory.buffer_per_kv_head,
                 rates.overlap.compute_slowdown,
                 rates.overlap.transfer_slowdown,
+                memory.buffer_per_kv_head,
+                memory.communicator,
                 memory.peer_per_q_head,
                 memory.peer_per_kv_head,
                 memory.peer_fixed,
             ]
         )
-        return cls(by_rank, shared, _kinds(by_rank, rates.node), rates.node)
+        return cls(by_rank, shared, memory.moments, _kinds(by_rank, rates.node), rates.node)
 
 
 def _kinds(by_rank: Floats, node: Ints) -> Ints:

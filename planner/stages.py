@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,17 +12,16 @@ import numpy as np
 from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.group_time import Members, directions, kv_heads_held
 from hexiseq_triton.planner.inner import first_split, split_group
+from hexiseq_triton.planner.memory import FIXED, memory_model
 from hexiseq_triton.planner.problem import Arrangement, Group, Layout, Problem, Replica
 from hexiseq_triton.planner.rates import Ints
 from hexiseq_triton.planner.speeds import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
     BUFFER,
+    COMMUNICATOR,
     HEADS,
     PEER_FIXED,
-    PER_KV_HEAD,
-    PER_Q_HEAD,
-    PER_TOKEN,
     Q_PER_KV,
     ROOM,
     Speeds,
@@ -107,7 +107,8 @@ class Splitter:
         """Return the ranks of a group; `alone` in its replica, it receives no keys and values."""
         speeds, at = self.speeds, list(ranks)
         buffers = 0.0 if alone else float(speeds.shared[BUFFER])
-        return Members(speeds.by_rank[at], speeds.node[at], speeds.shared, buffers)
+        shared, moments = speeds.shared, speeds.moments
+        return Members(speeds.by_rank[at], speeds.node[at], shared, moments, buffers)
 
     def split(
         self, ranks: Ranks, num_tokens: int, alone: bool, quick: bool = False
@@ -157,27 +158,33 @@ class Splitter:
             ranks: of a group, or of a replica.
             alone: whether they receive no keys and values of other groups.
         """
-        room, buffers, per_token = self._room
-        left = sum([room[rank] for rank in ranks]) - (0.0 if alone else buffers)
-        return max(0.0, left / per_token)
-
-    @property
-    def room_for_buffers(self) -> float:
-        """Tokens that would fit in place of a group's receive buffers."""
-        _, buffers, per_token = self._room
-        return buffers / per_token
+        rooms, buffers, sizes = self._room
+        taken = 0.0 if alone else buffers
+        most = math.inf
+        for room, size in zip(rooms, sizes, strict=True):
+            most = min(most, (sum([room[rank] for rank in ranks]) - taken) / size)
+        return max(0.0, most)
 
     @cached_property
-    def _room(self) -> tuple[list[float], float, float]:
+    def room_for_buffers(self) -> float:
+        """Tokens that would fit in place of a group's receive buffers."""
+        _, buffers, sizes = self._room
+        return buffers / min(sizes)
+
+    @cached_property
+    def _room(self) -> tuple[list[list[float]], float, list[float]]:
         """Bytes left on every rank, of a group's receive buffers, and of a token and its heads.
 
-        What a group in one node needs besides (`memory.peer_fixed`) is taken off every rank.
+        The first and the last are of each of the memory model's moments that has tokens. What a
+        group of one node needs besides (`memory.peer_fixed`) is taken off every rank.
         """
-        shared = self.speeds.shared
+        shared, memory = self.speeds.shared, memory_model(self.problem)
+        sizes = memory.whole_tokens(self.problem.model)
+        left = self.speeds.by_rank[:, ROOM] - shared[PEER_FIXED] - shared[COMMUNICATOR]
+        rooms = left - memory.moments[:, FIXED, None]
         kv_heads = shared[HEADS] / shared[Q_PER_KV]
-        heads = shared[HEADS] * shared[PER_Q_HEAD] + kv_heads * shared[PER_KV_HEAD]
-        room = [float(left) for left in self.speeds.by_rank[:, ROOM] - shared[PEER_FIXED]]
-        return room, float(kv_heads * shared[BUFFER]), float(shared[PER_TOKEN] + heads)
+        some = sizes > 0
+        return rooms[some].tolist(), float(kv_heads * shared[BUFFER]), sizes[some].tolist()
 
 
 def whole_units(total: int, shares: Sequence[float], unit: int) -> list[int]:

@@ -28,16 +28,18 @@ def warm_up() -> None:
     try:
         from hexiseq_triton.planner import estimate, group_time, inner
         from hexiseq_triton.planner.speeds import (
-            EXCHANGE_ACROSS,
             HEADS,
+            LAYER_FORWARD,
+            PEER_FIXED,
             Q_PER_KV,
-            TRANSFER_SLOWDOWN,
         )
 
-        by_rank = np.ones((2, EXCHANGE_ACROSS + 1))
-        shared = np.ones(TRANSFER_SLOWDOWN + 1)
+        by_rank = np.ones((2, LAYER_FORWARD + 1))
+        shared = np.ones(PEER_FIXED + 1)
         shared[[HEADS, Q_PER_KV]] = 2, 1
-        members = group_time.Members(by_rank, np.zeros(2, dtype=np.int64), shared, 0.0)
+        members = group_time.Members(
+            by_rank, np.zeros(2, dtype=np.int64), shared, np.zeros((5, 4)), 0.0
+        )
         tokens, heads = inner.split_group(2, 1, members)
         group_time.directions(tokens, heads, group_time.kv_heads_held(heads, 1), members)
         rates = estimate.group_rates(2, 1, members)[None, : estimate.BACKWARD + 1]

@@ -22,6 +22,7 @@ import numpy as np
 
 from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.fsdp import boundary_seconds, fsdp_seconds, optimizer_seconds
+from hexiseq_triton.planner.logits import logits_seconds_per_token
 from hexiseq_triton.planner.memory import memory_model
 from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica, Work
 from hexiseq_triton.planner.rates import Floats, Ints, together
@@ -197,13 +198,13 @@ def least_seconds(problem: Problem, batch: Choices) -> Floats:
             exchanged = np.maximum(*together(busy, fetch)).max(axis=1)
             token_wise = (linear_times * linear / gemm[rank]).max(axis=1)
             directions.append(token_wise + shuffle + exchanged)
-        logits.append((work.logits_per_token * tokens / rates.gemm_forward[rank]).max(axis=1))
+        logits.append((tokens * logits_seconds_per_token(problem)[rank]).max(axis=1))
     again = 1 if workload.recompute == "full" else 0
     second = [again * f + b for f, b in zip(forward, backward, strict=True)]
     gather, reduce_scatter = fsdp_seconds(problem)
     layer = np.maximum(*together(np.max(forward, axis=0), gather))
     layer = layer + np.maximum(*together(np.max(second, axis=0), gather + reduce_scatter))
-    one_pass = problem.model.layers * layer + (1 + Work.BACKWARD_LINEAR) * np.max(logits, axis=0)
+    one_pass = problem.model.layers * layer + np.max(logits, axis=0)
     one_pass += boundary_seconds(problem)
     step = batch.structure.accumulation * one_pass + optimizer_seconds(problem).max()
     result: Floats = np.where(np.any(over, axis=0), math.inf, step)
@@ -230,10 +231,14 @@ def _all_to_all(problem: Problem, rank: list[int], tokens: Ints, heads: Ints) ->
 def _bytes(problem: Problem, tokens: Ints, heads: Ints, exchanges: bool) -> Floats:
     """Return [choices, ranks]: memory of tokens and of the fewest KV heads for the query heads."""
     memory, kv_heads = memory_model(problem), _kv_heads(problem, heads)
-    of_heads = heads * memory.per_q_head + kv_heads * memory.per_kv_head
     group_tokens = tokens.sum(axis=1, keepdims=True)
-    result: Floats = memory.fixed + tokens * memory.per_token + group_tokens * of_heads
-    return result + exchanges * kv_heads * memory.buffer_per_kv_head
+    peaks = [
+        fixed + tokens * token + group_tokens * (heads * q_head + kv_heads * kv_head)
+        for fixed, token, q_head, kv_head in memory.moments
+    ]
+    result: Floats = np.max(peaks, axis=0)
+    result = result + exchanges * (memory.communicator + kv_heads * memory.buffer_per_kv_head)
+    return result + (tokens.shape[1] > 1) * memory.communicator
 
 
 def _kv_heads(problem: Problem, heads: Ints) -> Floats:

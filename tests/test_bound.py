@@ -27,6 +27,7 @@ from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.densities import densities, tokens_above
 from hexiseq_triton.planner.fsdp import boundary_seconds, optimizer_seconds
+from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.overlap import Overlap
 from hexiseq_triton.planner.partition import apportion
 from hexiseq_triton.planner.plans import ExchangePlan
@@ -244,12 +245,13 @@ def test_rows_that_must_enter_bound_gpus_without_room_for_a_sequence() -> None:
         nodes = [{"name": "a", "count": 16, "gpus": ["card"]}]
         cluster = Cluster.from_mapping({"nodes": nodes, "gpus": {"card": card}})
         exchange = ExchangePlan(chunk_tokens=32)
-        problem = problem_for(cluster, "tiny", exchange, seq_len=65536, global_batch=1)
-        groups = tuple(Group((r,), (4096,), (problem.model.heads,)) for r in range(16))
+        model = replace(ModelSpec.load("tiny"), ffn=4096)  # tokens take more than their heads
+        problem = problem_for(cluster, model, exchange, seq_len=1 << 20, global_batch=1)
+        groups = tuple(Group((r,), (65536,), (problem.model.heads,)) for r in range(16))
         return evaluate(problem, Layout("", (Replica(groups),), 1))
 
     # barely enough memory for 1/16 of the sequence in each
-    ring = ring_on(1.001 * ring_on(8).memory_bytes.max() / MEMORY_LIMIT_SHARE / 1e9)
+    ring = ring_on(1.00001 * ring_on(8).memory_bytes.max() / MEMORY_LIMIT_SHARE / 1e9)
     problem = ring.problem
     bound = lower_bound(problem)
     assert ring.fits
@@ -257,7 +259,7 @@ def test_rows_that_must_enter_bound_gpus_without_room_for_a_sequence() -> None:
     assert bound.computing < bound.layers < bound.cut <= ring.step_seconds
     # tokens that see more than a quarter of the keys, forward twice and backward: a row of q and
     # one of o for each of the 8 heads; every GPU is a node, with a port of 0.8 MB/s
-    rows = 3 * problem.model.layers * 49152 * 8 * 2
+    rows = 3 * problem.model.layers * 3 * (1 << 18) * 8 * 2
     beside = boundary_seconds(problem) + optimizer_seconds(problem).max()
     assert bound.cut - beside == pytest.approx(rows * 32 / (16 * 0.8e6), rel=1e-6)
 
@@ -273,7 +275,7 @@ def test_memory_says_how_few_passes_a_step_has() -> None:
     cluster = Cluster.load(EXAMPLES / "8xh100-8xa100.yaml")
 
     assert fewest_passes(problem_for(cluster, "7b", seq_len=131072)) == 1
-    assert fewest_passes(problem_for(cluster, "7b", seq_len=1 << 20)) == 8
+    assert fewest_passes(problem_for(cluster, "7b", seq_len=1 << 20)) == 4
     assert fewest_passes(problem_for(cluster, "7b", seq_len=1 << 22)) is None
     assert lower_bound_seconds(problem_for(cluster, "7b", seq_len=1 << 22)) == math.inf
     assert lower_bound_seconds(problem_for(EXAMPLE_OF_FOUR, "70b", seq_len=4096)) == math.inf

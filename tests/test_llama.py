@@ -182,3 +182,28 @@ def test_low_precision_inputs_give_a_float32_loss() -> None:
     assert loss.dtype == torch.float32
     exact = F.cross_entropy(x @ weight.T, labels, reduction="sum")
     torch.testing.assert_close(loss.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_chunks_round_the_gradient_of_the_matrix_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (
+        torch.randn(n, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
+        for n in (3001, 97)
+    )
+    labels = torch.randint(0, 97, (3001,), device="cuda", generator=generator)
+    labels[::5] = -100
+
+    def grads(chunk_rows: int) -> tuple[torch.Tensor, ...]:
+        loss = summed_cross_entropy(x, weight, labels, chunk_rows=chunk_rows)
+        return torch.autograd.grad(loss, (x, weight))
+
+    logits = x.double() @ weight.double().T
+    exact = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), (x, weight))
+    error, in_chunks = (
+        (grads(n)[1].double() - exact[1].double()).abs().max() for n in (len(x), 10)
+    )
+    assert in_chunks <= 1.5 * error
+    torch.testing.assert_close(grads(10)[0], exact[0], rtol=2e-2, atol=2e-2)

@@ -165,7 +165,7 @@ def test_cells_without_room_have_no_ratio(folder: Path) -> None:
     small = ONE_TWICE_AS_FAST | {
         "gpus": {
             "card": FREE_CARD,
-            "half": FREE_CARD | {"dense_tflops": 0.5, "memory_gb": 1.1},
+            "half": FREE_CARD | {"dense_tflops": 0.5, "memory_gb": 3.3},
         }
     }
     write(folder, "Z1", clusters={"two": small}, seq_lens=[131072], modes=["direct"])

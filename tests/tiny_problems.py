@@ -7,7 +7,7 @@ from random import Random
 
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.gpus import Figure
-from hexiseq_triton.planner.memory import memory_model
+from hexiseq_triton.planner.memory import FIXED, memory_model
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan
 from hexiseq_triton.planner.problem import Problem
@@ -35,7 +35,7 @@ def tiny_problem(rng: Random) -> Problem:
     cards = {
         name: {
             "dense_tflops": rng.uniform(1e-4, 1e-3),
-            "memory_gb": 1.5,
+            "memory_gb": 4.0,
             "network_gb_per_s": 10 ** rng.uniform(*((-3, -1.5) if kind == "links" else (-1.5, 0))),
             "efficiency": {"attention_forward": rng.uniform(0.2, 0.7)},
         }
@@ -59,10 +59,9 @@ def tiny_problem(rng: Random) -> Problem:
 def with_little_memory(rng: Random, problem: Problem) -> Problem:
     """Return the problem on cards that together hold up to 4 times the tokens of one sequence."""
     memory, model = memory_model(problem), problem.model
-    heads = model.heads * memory.per_q_head + model.kv_heads * memory.per_kv_head
     tokens = problem.workload.seq_len * rng.uniform(1, 4) / problem.cluster.world_size
-    num_bytes = memory.fixed + tokens * (memory.per_token + heads)
-    num_bytes += model.kv_heads * memory.buffer_per_kv_head
+    num_bytes = (memory.moments[:, FIXED] + tokens * memory.whole_tokens(model)).max()
+    num_bytes += 2 * memory.communicator + model.kv_heads * memory.buffer_per_kv_head
     figure = Figure(num_bytes / MEMORY_LIMIT_SHARE / 1e9)
     gpus = {name: replace(gpu, memory_gb=figure) for name, gpu in problem.cluster.gpus.items()}
     return replace(problem, cluster=replace(problem.cluster, gpus=gpus))

@@ -45,14 +45,17 @@ class Judge:
 
     def fastest(self, costs: Iterable[Cost]) -> Judged | None:
         """Return the fastest layout; None if none fits in memory."""
-        best: Judged | None = None
+        return next(iter(self.ranked(costs)), None)
+
+    def ranked(self, costs: Iterable[Cost]) -> list[Judged]:
+        """Return the fastest few layouts that fit in memory, the fastest first."""
+        found: list[Judged] = []
         for cost in self._finalists(costs):
-            if best is not None and self._fast_seconds(cost) > _APART * best.seconds:
+            best = min((each.seconds for each in found), default=math.inf)
+            if self._fast_seconds(cost) > _APART * best:
                 break
-            found = self.judged(cost)
-            if best is None or found.seconds < best.seconds:
-                best = found
-        return best
+            found.append(self.judged(cost))
+        return sorted(found, key=lambda each: each.seconds)
 
     def judged(self, cost: Cost) -> Judged:
         """Return a layout with its step."""

@@ -7,8 +7,8 @@
 Trains three steps of four 8b layers on 48K tokens a rank, nothing computed again, under PyTorch's
 allocator capped at what the ranks have ("emulated"). `hexiseq` is the planner's plan for such
 ranks, `even` is Ulysses with equal tokens and heads. One line says what became of it: losses, or
-which rank ran out of memory, and each rank's peak beside the memory model's. Buffers that ranks
-reach at each other lie outside PyTorch's allocator, and outside the cap.
+which rank ran out of memory, and each rank's peak beside the memory model's. Contexts, NCCL and
+buffers that ranks reach at each other lie outside PyTorch's allocator, and outside the cap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hexiseq_triton.emulation.emulate import Emulation
 from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split
 from hexiseq_triton.planner.explain import cost_of
 from hexiseq_triton.planner.gpus import Figure
-from hexiseq_triton.planner.memory import CONTEXT_BYTES
+from hexiseq_triton.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.profiling.world import local_device, world
 from hexiseq_triton.train import Training
@@ -44,6 +44,8 @@ CAPS_GB = {2: (140.0, 40.0), 4: (140.0, 140.0, 40.0, 40.0)}
 """Of each rank, by the number of ranks."""
 RECOMPUTE: Literal["none"] = "none"
 CUT_OFF = timedelta(seconds=30)
+OUTSIDE_BYTES = CONTEXT_BYTES + 2 * COMMUNICATOR_BYTES
+"""Of any rank, for the world and its group: not under the cap."""
 Line = dict[str, Any]
 
 
@@ -53,7 +55,7 @@ def capped(cluster: Cluster) -> Cluster:
     gpus, devices = {}, []
     for device, cap in zip(cluster.devices, CAPS_GB[cluster.world_size], strict=True):
         name = f"{cap:g} GB, emulated"
-        memory = Figure(cap + CONTEXT_BYTES / 1e9, "measured", "emulated")
+        memory = Figure(cap + OUTSIDE_BYTES / 1e9, "measured", "emulated")
         gpus[name] = replace(spec, memory_gb=memory)
         devices.append(replace(device, gpu=name))
     return Cluster(tuple(devices), gpus, cluster.overlap)
@@ -70,10 +72,10 @@ def plan_of(layout: str, cluster: Cluster, spec: ModelSpec) -> Plan:
 
 
 def predicted_gb(plan: Plan, cluster: Cluster, spec: ModelSpec) -> list[float]:
-    """Return the memory model's peak of each rank, in GB, CUDA's context left out."""
+    """Return the memory model's peak of each rank, in GB, all that a GPU holds."""
     workload = Workload(plan.seq_len, global_batch=1, accumulation=1, recompute=RECOMPUTE)
     cost = cost_of(plan, cluster, spec, workload)
-    return [round(float(used - CONTEXT_BYTES) / 1e9, 1) for used in cost.memory_bytes]
+    return [round(float(used) / 1e9, 1) for used in cost.memory_bytes]
 
 
 def trained(
@@ -91,8 +93,9 @@ def trained(
             outcome = f"rank {context.rank} is out of memory"
             fail({"outcome": outcome, "error": str(error)[:200]})
         outside = measure.outside_allocator(device)
+        most = torch.cuda.max_memory_reserved(device)
         used: list[Any] = [None] * plan.world_size
-        dist.all_gather_object(used, (torch.cuda.max_memory_reserved(device), outside))
+        dist.all_gather_object(used, (most + outside, outside))
         peaks, outsides = (
             [round(each / 1e9, 1) for each in found] for found in zip(*used, strict=True)
         )

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import triton
 
+from hexiseq_triton import environment
+
 WARM_UP_CALLS = 2
 SAMPLES = 7
 SAMPLE_MS = 60.0
@@ -26,8 +28,7 @@ SAMPLE_MS = 60.0
 def start_world() -> torch.device:
     """Join torchrun's processes over NCCL and return this one's GPU."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
+    environment.start_world(device, timedelta(seconds=60))
     return device
 
 

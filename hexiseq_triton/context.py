@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hexiseq_triton.agreement import Agreement
 from hexiseq_triton.communicators import make_communicators
 from hexiseq_triton.devices import DeviceReport, describe_device, place
+from hexiseq_triton.environment import settle_environment, start_world
 from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
 from hexiseq_triton.exchange import MessageRoutes
 from hexiseq_triton.layout import BatchLayout
@@ -47,7 +48,8 @@ def init(
 ) -> ParallelContext:
     """Bind a plan to the running processes; a collective call of all ranks.
 
-    Initialises torch.distributed from torchrun's environment if that has not been done.
+    Initialises torch.distributed from torchrun's environment if that has not been done, and sets
+    what `hexiseq_triton/environment.py` lists where the environment leaves it open.
 
     Args:
         plan: a plan or its file.
@@ -62,10 +64,11 @@ def init(
             size, a file is wrong on any rank, or the devices are not those of the plan.
         PeerError: if a rank does not come.
     """
+    settle_environment()
     chosen = _device(device)
     owns_world = not dist.is_initialized()
     if owns_world:
-        _init_world(chosen, timeout)
+        start_world(chosen, timeout)
     try:
         store = dist.PrefixStore(f"hexiseq/{next(_names)}", _get_default_store())
         agreement = Agreement(store, dist.get_rank(), timeout)
@@ -86,14 +89,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
-
-
-def _init_world(device: torch.device, timeout: timedelta) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
 
 
 def _agree_on_plan(

@@ -26,6 +26,7 @@ from hexiseq_triton import checkpoint
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.corpus import VOCAB, Corpus, sequences_of
 from hexiseq_triton.emulation.emulate import Emulation, emulated
+from hexiseq_triton.environment import settle_environment
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.llama import Llama, LlamaConfig, initialize
 from hexiseq_triton.metrics import Report, StepMetrics
@@ -76,6 +77,7 @@ def train(
         config = TrainingConfig.load(config)
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = Cluster.load(cluster)
+    settle_environment()  # an emulation uses the GPU before `init`
     chosen = local_device() if device is None else torch.device(device)
     timeout = timedelta(seconds=config.timeout_seconds)
     slow_links = emulation is not None and emulation.delays_links

@@ -60,7 +60,8 @@ DELTA_BYTES = 8
 LARGEST_SLOT_BYTES = 1024
 """Of one head of one token: larger ones, and sizes other than powers of two, are sent."""
 ALLOCATOR_SLACK = 0.03
-"""Reserved but unused by PyTorch's allocator, whose segments can grow (`allocator.py`)."""
+"""Reserved but unused by PyTorch's allocator, whose segments can grow: `hexiseq_triton.init`
+sets PYTORCH_ALLOC_CONF so unless it is set."""
 
 FIXED, PER_TOKEN, PER_Q_HEAD, PER_KV_HEAD = range(4)
 """Columns of `MemoryModel.moments`."""

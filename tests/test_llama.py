@@ -202,8 +202,6 @@ def test_many_chunks_round_the_gradient_of_the_matrix_once(dtype: torch.dtype) -
 
     logits = x.double() @ weight.double().T
     exact = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), (x, weight))
-    error, in_chunks = (
-        (grads(n)[1].double() - exact[1].double()).abs().max() for n in (len(x), 10)
-    )
-    assert in_chunks <= 1.5 * error
-    torch.testing.assert_close(grads(10)[0], exact[0], rtol=2e-2, atol=2e-2)
+    for whole, in_chunks, expected in zip(grads(len(x)), grads(10), exact, strict=True):
+        errors = [(found - expected).double().abs().max() for found in (whole, in_chunks)]
+        assert 0 < errors[1] <= 1.5 * errors[0]

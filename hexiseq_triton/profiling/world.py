@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hexiseq_triton.environment import start_world
 from hexiseq_triton.errors import ConfigError
 
 
@@ -40,11 +41,7 @@ def world(device: torch.device, timeout: timedelta) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    start_world(device, timeout)
     try:
         yield
     finally:

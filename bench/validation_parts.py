@@ -23,7 +23,7 @@ from hexiseq_triton.profiling.compute import (
 )
 from hexiseq_triton.profiling.fetching import keys_channel
 from hexiseq_triton.profiling.links import pair_rounds
-from hexiseq_triton.profiling.profile import CPU_SIZES, GPU_SIZES, Sizes
+from hexiseq_triton.profiling.profile import CPU_SIZES, GPU_SIZES, Sizes, attention_heads
 
 ON_GPU = replace(
     GPU_SIZES,
@@ -44,8 +44,8 @@ def kernel_lines(spec: ModelSpec, device: torch.device) -> list[Line]:
         for rate in token_wise_rates(spec, sizes.rows, device, sizes.budget_seconds)
     ]
     for length in sizes.lengths:
-        kv_heads = sizes.heads // (spec.heads // spec.kv_heads)
-        calls = AttentionCalls(spec.head_dim, length, sizes.heads, kv_heads, device)
+        heads = attention_heads(spec, sizes)
+        calls = AttentionCalls(spec.head_dim, length, *heads, device)
         for rate in attention_rates(calls, sizes.budget_seconds):
             again = Work.BACKWARD_ATTENTION if rate.work == "attention_backward" else 1.0
             lines.append(_kernel_line(rate, again * calls.forward_flops, spec.head_dim))

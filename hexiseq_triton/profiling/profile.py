@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hexiseq_triton.channel import Channel
 from hexiseq_triton.context import SM_MARGIN, ParallelContext
 from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.overlap import Overlap
 from hexiseq_triton.profiling.classes import GpuClass, RankProfile, classes_of
@@ -46,22 +47,21 @@ from hexiseq_triton.tracing.observe import device_name
 if TYPE_CHECKING:
     from hexiseq_triton.emulation.emulate import Emulation
 
-CONTEXT_BYTES = 1e9
-"""What the planner's memory model sets aside for CUDA's context, which is there by now."""
+HELD_BYTES = CONTEXT_BYTES + COMMUNICATOR_BYTES
+"""What the memory model sets aside for CUDA's context and NCCL, which are there by now."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What is measured: rows of token-wise work, lengths of documents, bytes of messages.
 
-    Attention is measured with `heads` query heads on a `q_per_kv`-th as many KV heads. Each
-    computation is repeated for about `budget_seconds`.
+    Attention is measured with `heads` query heads or a few more, as many on a KV head as in the
+    model. Each computation is repeated for about `budget_seconds`.
     """
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     heads: int
-    q_per_kv: int
     copy_bytes: int
     message_bytes: tuple[int, ...]
     all_to_all_bytes: int
@@ -72,17 +72,15 @@ GPU_SIZES = Sizes(
     rows=(2048, 8192, 24576),
     lengths=(4096, 16384, 49152),
     heads=8,
-    q_per_kv=4,
     copy_bytes=2**30,
     message_bytes=(2**16, 2**20, 2**24, 2**26),
     all_to_all_bytes=2**29,
-    budget_seconds=0.5,
+    budget_seconds=0.8,
 )
 CPU_SIZES = Sizes(
     rows=(64,),
     lengths=(128,),
     heads=2,
-    q_per_kv=2,
     copy_bytes=2**22,
     message_bytes=(2**10, 2**16, 2**19),
     all_to_all_bytes=2**20,
@@ -174,7 +172,7 @@ def profile(
     world = dist.get_world_size()
     memory = free_memory_bytes(device)
     if emulation is not None and emulation.memory_gb is not None:
-        memory = min(memory, emulation.memory_gb[dist.get_rank()] * 1e9 + CONTEXT_BYTES)
+        memory = min(memory, emulation.memory_gb[dist.get_rank()] * 1e9 + HELD_BYTES)
     spec = ModelSpec.load(model)
     rates = tuple(_rates(spec, head_dims, sizes, device, step))
     copied = copy_bytes_per_s(sizes.copy_bytes, device, sizes.budget_seconds)
@@ -188,7 +186,7 @@ def profile(
         rates,
         emulated,
     )
-    links, all_to_all, overlap = _transfers(head_dims[0], sizes, device, emulation, step)
+    links, all_to_all, overlap = _transfers(spec, head_dims[0], sizes, device, emulation, step)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, (own, links))
     profiles = [entry[0] for entry in everyone]
@@ -215,21 +213,26 @@ def _rates(
         step(f"token-wise, {rate.tokens} rows")
     for head_dim in head_dims:
         for length in sizes.lengths:
-            calls = _calls(head_dim, length, sizes, device)
+            calls = AttentionCalls(head_dim, length, *attention_heads(spec, sizes), device)
             for rate in attention_rates(calls, sizes.budget_seconds):
                 yield rate
                 step(f"attention, head dim {head_dim}, {length} tokens")
 
 
 def _transfers(
-    head_dim: int, sizes: Sizes, device: torch.device, emulation: Emulation | None, step: Step
+    spec: ModelSpec,
+    head_dim: int,
+    sizes: Sizes,
+    device: torch.device,
+    emulation: Emulation | None,
+    step: Step,
 ) -> tuple[dict[int, Link], AllToAll | None, Overlap | None]:
     """Return this rank's links, and how transfers do among all ranks and beside attention."""
     if dist.get_world_size() == 1:
         return {}, None, None
     overlap = None
-    length, heads = sizes.lengths[-1], sizes.heads
-    with even_ring(length, heads, heads // sizes.q_per_kv, device) as context:
+    length, heads = sizes.lengths[-1], attention_heads(spec, sizes)
+    with even_ring(length, *heads, device) as context:
         if emulation is not None:
             emulation.delay_links(context)
         channel = keys_channel(context, sizes.message_bytes[-1])
@@ -237,13 +240,17 @@ def _transfers(
         all_to_all = _all_to_all(context.routes, sizes, links, device)
         step("all-to-all")
         if device.type == "cuda":
-            overlap = _overlap(context, channel, _calls(head_dim, length, sizes, device), sizes)
+            calls = AttentionCalls(head_dim, length, *heads, device)
+            overlap = _overlap(context, channel, calls, sizes)
         step("overlap")
     return links, all_to_all, overlap
 
 
-def _calls(head_dim: int, length: int, sizes: Sizes, device: torch.device) -> AttentionCalls:
-    return AttentionCalls(head_dim, length, sizes.heads, sizes.heads // sizes.q_per_kv, device)
+def attention_heads(spec: ModelSpec, sizes: Sizes) -> tuple[int, int]:
+    """Return query heads and KV heads to measure with."""
+    q_per_kv = spec.heads // spec.kv_heads
+    kv_heads = -(-sizes.heads // q_per_kv)
+    return kv_heads * q_per_kv, kv_heads
 
 
 def _all_to_all(
@@ -282,11 +289,11 @@ def _overlap(
 def free_memory_bytes(device: torch.device) -> float:
     """Return what a process may fill: free memory of its GPU, or its share of the host's.
 
-    CUDA's context is there already; the planner counts it, so it is added.
+    CUDA's context and NCCL are there already; the planner counts them, so they are added.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return float(min(total, free + CONTEXT_BYTES))
+        return float(min(total, free + HELD_BYTES))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole / int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 

@@ -4,8 +4,9 @@ PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator's segments grow. 
 into being after the first backward, amid its activations' memory; segments of fixed sizes are then
 cut so that the next activations find no room: up to 20 % of them is lost.
 
-TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: a rank whose peer is gone waits so long, once the timeout is
-over, for NCCL's record of what hung to be written; 15 s unless it is set.
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: once the timeout is over, a rank whose peer is gone waits four
+times as long for PyTorch's record of what hung to be written before it ends. Unless it is set, that
+is a minute.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-DUMP_MILLISECONDS = 3000
+DUMP_MILLISECONDS = 500
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The name, and that of earlier versions of PyTorch, which works too."""
 

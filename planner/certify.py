@@ -30,7 +30,7 @@ import numpy as np
 
 from hexiseq_triton.planner.cost import Cost
 from hexiseq_triton.planner.logits import logits_seconds_per_token
-from hexiseq_triton.planner.memory import FIXED, PER_TOKEN, memory_model
+from hexiseq_triton.planner.memory import BUFFERED, FIXED, PER_TOKEN, memory_model
 from hexiseq_triton.planner.problem import Work
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.sight import sight_of
@@ -155,8 +155,8 @@ class _Split:
             ),
             port=_shuffle_port(cost, g),
             room=rates.memory_limit[rank] - memory.moments[:, FIXED, None],
-            bytes_each=memory.moments[:, PER_TOKEN:] * np.array([1.0, tokens, tokens])
-            + np.array([0.0, 0.0, buffers]),
+            bytes_each=memory.moments[:, PER_TOKEN:BUFFERED] * np.array([1.0, tokens, tokens])
+            + memory.moments[:, BUFFERED, None] * np.array([0.0, 0.0, buffers]),
         )
 
     @property

@@ -130,10 +130,11 @@ def excesses(problem: Problem, shapes: Sequence[Shape], ranks: Ranks) -> Floats:
     kv_heads = np.array([held[int(hp)] for hp in sizes.hp])
     tokens = problem.workload.step_tokens / (sizes.accumulation * len(ranks))
     group_tokens = sizes.hp * tokens
-    fixed, token, q_head, kv_head = memory.moments.T[:, :, None]
-    used = fixed + tokens * token + group_tokens * (heads * q_head + kv_heads * kv_head)
+    fixed, token, q_head, kv_head, buffered = memory.moments.T[:, :, None]
     buffers = memory.buffers(shapes[0].exchange, group_tokens, sizes.cp * group_tokens)
-    beside = np.where(sizes.cp > 1, kv_heads * buffers + memory.communicator, 0.0)
+    used = fixed + tokens * token + group_tokens * (heads * q_head + kv_heads * kv_head)
+    used = used + buffered * np.where(sizes.cp > 1, kv_heads * buffers, 0.0)
+    beside = np.where(sizes.cp > 1, memory.communicator, 0.0)
     beside = beside + np.where(sizes.hp > 1, memory.communicator, 0.0)
     limits = problem.rates.memory_limit
     needed = (used.max(axis=0) + beside) / limits[list(ranks)].min()

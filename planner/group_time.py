@@ -17,13 +17,14 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from hexiseq_triton.planner.memory import FIXED, PER_KV_HEAD, PER_Q_HEAD, PER_TOKEN
+from hexiseq_triton.planner.memory import BUFFERED, FIXED, PER_KV_HEAD, PER_Q_HEAD, PER_TOKEN
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.speeds import (
     ACROSS,
     ACROSS_LATENCY,
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
+    BLOCK,
     COMMUNICATOR,
     COMPUTE_SLOWDOWN,
     FORWARDS,
@@ -87,7 +88,7 @@ def room_for_tokens(room: float, num_tokens: int, heads: int, held: int, members
     """
     most = np.inf
     for moment in members.moments:
-        left = room - moment[FIXED]
+        left = room - moment[FIXED] - moment[BUFFERED] * held * members.buffers
         left -= num_tokens * (heads * moment[PER_Q_HEAD] + held * moment[PER_KV_HEAD])
         if moment[PER_TOKEN] > 0:
             most = min(most, left / moment[PER_TOKEN])
@@ -98,11 +99,11 @@ def room_for_tokens(room: float, num_tokens: int, heads: int, held: int, members
 
 @numba.njit(cache=True)
 def bytes_beside(num_tokens: int, heads: Ints, held: Ints, members: Members) -> Floats:
-    """Return what each rank's communicators and their buffers take."""
+    """Return what each rank's communicators take, and what its peers reach."""
     shared = members.shared
-    used = held * members.buffers
+    used = np.zeros(len(heads))
     if members.buffers > 0:
-        used += shared[COMMUNICATOR]
+        used += shared[COMMUNICATOR] + shared[PEER_FIXED] + held * num_tokens * shared[BLOCK]
     if len(heads) > 1:
         used += shared[COMMUNICATOR]
         if not _spans(members.node):
@@ -118,6 +119,7 @@ def _peak_bytes(tokens: int, num_tokens: int, heads: int, held: int, members: Me
     for moment in members.moments:
         of_heads = heads * moment[PER_Q_HEAD] + held * moment[PER_KV_HEAD]
         used = moment[FIXED] + tokens * moment[PER_TOKEN] + num_tokens * of_heads
+        used += moment[BUFFERED] * held * members.buffers
         most = max(most, used)
     return most
 

@@ -22,7 +22,7 @@ from hexiseq_triton.planner.group_time import (
     room_for_tokens,
     shuffle_seconds,
 )
-from hexiseq_triton.planner.memory import FIXED, PER_KV_HEAD, PER_Q_HEAD, PER_TOKEN
+from hexiseq_triton.planner.memory import BUFFERED, FIXED, PER_KV_HEAD, PER_Q_HEAD, PER_TOKEN
 from hexiseq_triton.planner.rates import Ints
 from hexiseq_triton.planner.speeds import (
     ATTENTION_BACKWARD,
@@ -83,7 +83,8 @@ def _has_room(num_tokens: int, members: Members) -> bool:
     enough = True
     for moment in members.moments:
         of_heads = heads * moment[PER_Q_HEAD] + held * moment[PER_KV_HEAD]
-        needed = num_tokens * (moment[PER_TOKEN] + of_heads) + held * members.buffers
+        needed = num_tokens * (moment[PER_TOKEN] + of_heads)
+        needed += moment[BUFFERED] * held * members.buffers
         room = np.maximum(members.by_rank[:, ROOM] - moment[FIXED], 0.0).sum()
         enough &= needed <= room
     return bool(enough)

@@ -1,9 +1,9 @@
 """Memory of a rank at its peak: the fullest moment of a pass, and what stands beside it all along.
 
     bytes = max over moments (fixed + tokens * per_token
-                + group tokens * (q_heads * per_q_head + kv_heads * per_kv_head))
-            + communicators + receive buffers, where KV is exchanged
-            + what the group's ranks reach at each other, where they share a node
+                + group tokens * (q_heads * per_q_head + kv_heads * per_kv_head)
+                + receive buffers, while attention runs and where KV is exchanged)
+            + communicators + what ranks reach at each other, in a group or in an exchange
 
 Heads count over all the group's tokens: that is what the all-to-all makes of them. The moments are
 
@@ -23,6 +23,8 @@ In a node the all-to-all goes through buffers that the ranks of a group map at e
 large as the rank with the most heads needs (`hexiseq_triton/peer_slots.py`):
 
     group tokens * (most q_heads * peer_per_q_head + most kv_heads * peer_per_kv_head) + peer_fixed
+
+What groups fetch of a rank stands in such a buffer, too: its keys and values, and their gradients.
 """
 
 from __future__ import annotations
@@ -59,17 +61,19 @@ DELTA_BYTES = 8
 """What the buffers have room for in each row of delta, whatever its dtype."""
 LARGEST_SLOT_BYTES = 1024
 """Of one head of one token: larger ones, and sizes other than powers of two, are sent."""
-ALLOCATOR_SLACK = 0.03
+ALLOCATOR_SLACK = 0.05
 """Reserved but unused by PyTorch's allocator, whose segments can grow: `hexiseq_triton.init`
 sets PYTORCH_ALLOC_CONF so unless it is set."""
 
-FIXED, PER_TOKEN, PER_Q_HEAD, PER_KV_HEAD = range(4)
-"""Columns of `MemoryModel.moments`."""
+MLP, _, ATTENTION, *_ = range(5)
+"""Rows of `MemoryModel.moments`."""
+FIXED, PER_TOKEN, PER_Q_HEAD, PER_KV_HEAD, BUFFERED = range(5)
+"""Its columns; the last is 1 where receive buffers stand, else 0."""
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The coefficients of the formulas above, in bytes; `moments` is [5, 4]."""
+    """The coefficients of the formulas above, in bytes; `moments` is [5, 5]."""
 
     moments: Floats
     communicator: float
@@ -95,22 +99,23 @@ class MemoryModel:
 
     def rank_bytes(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
         """Return the peak of every row of a layout."""
-        result: Floats = self.of_moments(rows).max(axis=0) + self.beside(rows, exchange)
+        result: Floats = self.of_moments(rows, exchange).max(axis=0) + self.beside(rows, exchange)
         return result
 
-    def of_moments(self, rows: Rows) -> Floats:
+    def of_moments(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
         """Return [moments, rows], what tokens and heads take, and what is there anyway."""
-        fixed, token, q_head, kv_head = self.moments.T[:, :, None]
+        fixed, token, q_head, kv_head, buffered = self.moments.T[:, :, None]
+        stream = sums_by(rows.replica, rows.group_tokens)[rows.replica]
+        buffers = self.buffers(exchange, rows.group_tokens, stream) * np.ones(len(stream))
         heads = rows.q_heads * q_head + rows.kv_heads * kv_head
         result: Floats = fixed + rows.tokens * token + rows.group_tokens[rows.group] * heads
-        return result
+        return result + buffered * rows.exchanges * rows.kv_heads * buffers[rows.group]
 
     def beside(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
-        """Return what each row's communicators take, and buffers for what they carry."""
-        stream = sums_by(rows.replica, rows.group_tokens)[rows.replica]
-        buffers = self.buffers(exchange, rows.group_tokens, stream)
-        per_kv_head = (np.ones(len(stream)) * buffers)[rows.group]
-        exchanged = rows.exchanges * (self.communicator + rows.kv_heads * per_kv_head)
+        """Return what each row's communicators take, and what its peers reach."""
+        lent = rows.kv_heads * self.block_per_kv_head * rows.group_tokens[rows.group]
+        reached = (lent + self.peer_fixed) * (exchange == "routes")
+        exchanged = rows.exchanges * (self.communicator + reached)
         q_heads, kv_heads = rows.most(rows.q_heads), rows.most(rows.kv_heads)
         per_token = q_heads * self.peer_per_q_head + kv_heads * self.peer_per_kv_head
         together = rows.group_sizes > 1
@@ -153,7 +158,7 @@ def memory_model(problem: Problem) -> MemoryModel:
     slack = 1 + ALLOCATOR_SLACK
     head_dim = model.head_dim
     states = STATE_BYTES * model.parameters / problem.cluster.world_size
-    moments = slack * _moments(problem)
+    moments = _moments(problem)
     moments[:, FIXED] += states + WORKSPACE_BYTES + CONTEXT_BYTES + COMMUNICATOR_BYTES
 
     # two rounds: rows that arrive and their dk and dv, rows that leave and theirs, which return. A
@@ -176,7 +181,8 @@ def memory_model(problem: Problem) -> MemoryModel:
 
 
 def _moments(problem: Problem) -> Floats:
-    """Return the moments' coefficients, without states, contexts and slack."""
+    """Return the moments' coefficients, without states and contexts."""
+    slack = 1 + ALLOCATOR_SLACK
     model, workload, world = problem.model, problem.workload, problem.cluster.world_size
     recomputes = workload.recompute == "full"
     layer, matrix = model.parameters_per_layer, model.vocab * model.hidden
@@ -214,11 +220,11 @@ def _moments(problem: Problem) -> Floats:
     after = max(before - 1, 0)
 
     def at(fixed: float, token: float, q: float, kv: float, layers: int) -> list[float]:
-        """Return a moment's row, with what `layers` earlier layers keep."""
+        """Return a moment's coefficients, with what `layers` earlier layers keep."""
         kept_before = (layers * earlier, layers * earlier_q, layers * earlier_kv)
         return [fixed, *(a + b for a, b in zip((token, q, kv), kept_before, strict=True))]
 
-    return np.array(
+    coefficients = np.array(
         [
             at(own + grads, mlp, kept_q, kept_kv, before),
             at(own + grads + reduced, mlp, kept_q, kept_kv, after),
@@ -227,3 +233,4 @@ def _moments(problem: Problem) -> Floats:
             at(gathered + (BF16 + FLOAT32) * outside + reduced, 0.0, 0.0, 0.0, 0),
         ]
     )
+    return np.hstack([slack * coefficients, np.eye(len(coefficients))[:, ATTENTION, None]])

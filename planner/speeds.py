@@ -23,8 +23,8 @@ LAYER_FORWARD = 11
 """Columns of `Speeds.by_rank`."""
 
 HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, GATHER, REDUCE = range(6)
-COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN, BUFFER, COMMUNICATOR = range(6, 10)
-PEER_Q_HEAD, PEER_KV_HEAD, PEER_FIXED = range(10, 13)
+COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN, BUFFER, BLOCK, COMMUNICATOR = range(6, 11)
+PEER_Q_HEAD, PEER_KV_HEAD, PEER_FIXED = range(11, 14)
 """Entries of `Speeds.shared`. GATHER and REDUCE are FSDP's seconds beside a layer's forward and
 backward, and the slowdowns are those of `Overlap`."""
 
@@ -84,6 +84,7 @@ class Speeds:
                 rates.overlap.compute_slowdown,
                 rates.overlap.transfer_slowdown,
                 memory.buffer_per_kv_head,
+                memory.block_per_kv_head,
                 memory.communicator,
                 memory.peer_per_q_head,
                 memory.peer_per_kv_head,

@@ -12,12 +12,13 @@ import numpy as np
 from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.group_time import Members, directions, kv_heads_held
 from hexiseq_triton.planner.inner import first_split, split_group
-from hexiseq_triton.planner.memory import FIXED, memory_model
+from hexiseq_triton.planner.memory import BUFFERED, FIXED, memory_model
 from hexiseq_triton.planner.problem import Arrangement, Group, Layout, Problem, Replica
 from hexiseq_triton.planner.rates import Ints
 from hexiseq_triton.planner.speeds import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
+    BLOCK,
     BUFFER,
     COMMUNICATOR,
     HEADS,
@@ -158,33 +159,36 @@ class Splitter:
             ranks: of a group, or of a replica.
             alone: whether they receive no keys and values of other groups.
         """
-        rooms, buffers, sizes = self._room
-        taken = 0.0 if alone else buffers
+        rooms, buffers, sizes, lent = self._room
         most = math.inf
-        for room, size in zip(rooms, sizes, strict=True):
-            most = min(most, (sum([room[rank] for rank in ranks]) - taken) / size)
+        for room, taken, size in zip(rooms, buffers, sizes, strict=True):
+            left = sum([room[rank] for rank in ranks])
+            most = min(most, left / size if alone else (left - taken) / (size + lent))
         return max(0.0, most)
 
     @cached_property
     def room_for_buffers(self) -> float:
         """Tokens that would fit in place of a group's receive buffers."""
-        _, buffers, sizes = self._room
-        return buffers / min(sizes)
+        _, buffers, sizes, _ = self._room
+        return max(taken / size for taken, size in zip(buffers, sizes, strict=True))
 
     @cached_property
-    def _room(self) -> tuple[list[list[float]], float, list[float]]:
+    def _room(self) -> tuple[list[list[float]], list[float], list[float], float]:
         """Bytes left on every rank, of a group's receive buffers, and of a token and its heads.
 
-        The first and the last are of each of the memory model's moments that has tokens. What a
-        group of one node needs besides (`memory.peer_fixed`) is taken off every rank.
+        All three are of each of the memory model's moments that has tokens. What a group of one
+        node needs besides (`memory.peer_fixed`) is taken off every rank. Last, bytes of a token's
+        keys where other groups fetch them.
         """
         shared, memory = self.speeds.shared, memory_model(self.problem)
         sizes = memory.whole_tokens(self.problem.model)
         left = self.speeds.by_rank[:, ROOM] - shared[PEER_FIXED] - shared[COMMUNICATOR]
         rooms = left - memory.moments[:, FIXED, None]
         kv_heads = shared[HEADS] / shared[Q_PER_KV]
+        buffers = memory.moments[:, BUFFERED] * kv_heads * shared[BUFFER]
         some = sizes > 0
-        return rooms[some].tolist(), float(kv_heads * shared[BUFFER]), sizes[some].tolist()
+        lent = float(kv_heads * shared[BLOCK])
+        return rooms[some].tolist(), buffers[some].tolist(), sizes[some].tolist(), lent
 
 
 def whole_units(total: int, shares: Sequence[float], unit: int) -> list[int]:

@@ -38,7 +38,7 @@ def warm_up() -> None:
         shared = np.ones(PEER_FIXED + 1)
         shared[[HEADS, Q_PER_KV]] = 2, 1
         members = group_time.Members(
-            by_rank, np.zeros(2, dtype=np.int64), shared, np.zeros((5, 4)), 0.0
+            by_rank, np.zeros(2, dtype=np.int64), shared, np.zeros((5, 5)), 0.0
         )
         tokens, heads = inner.split_group(2, 1, members)
         group_time.directions(tokens, heads, group_time.kv_heads_held(heads, 1), members)

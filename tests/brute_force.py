@@ -233,11 +233,14 @@ def _bytes(problem: Problem, tokens: Ints, heads: Ints, exchanges: bool) -> Floa
     memory, kv_heads = memory_model(problem), _kv_heads(problem, heads)
     group_tokens = tokens.sum(axis=1, keepdims=True)
     peaks = [
-        fixed + tokens * token + group_tokens * (heads * q_head + kv_heads * kv_head)
-        for fixed, token, q_head, kv_head in memory.moments
+        fixed
+        + tokens * token
+        + group_tokens * (heads * q_head + kv_heads * kv_head)
+        + exchanges * buffered * kv_heads * memory.buffer_per_kv_head
+        for fixed, token, q_head, kv_head, buffered in memory.moments
     ]
-    result: Floats = np.max(peaks, axis=0)
-    result = result + exchanges * (memory.communicator + kv_heads * memory.buffer_per_kv_head)
+    lent = group_tokens * kv_heads * memory.block_per_kv_head + memory.peer_fixed
+    result: Floats = np.max(peaks, axis=0) + exchanges * (memory.communicator + lent)
     return result + (tokens.shape[1] > 1) * memory.communicator
 
 

@@ -23,7 +23,7 @@ from hexiseq_triton.planner.rates import rates_of
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.profiling.classes import RankProfile, classes_of
 from hexiseq_triton.profiling.cluster_file import cluster_content, cluster_yaml
-from hexiseq_triton.profiling.compute import Rate, _skip
+from hexiseq_triton.profiling.compute import Rate, _skip, measured_shape
 from hexiseq_triton.profiling.exchanging import even_ring, exchanging_seconds, waited_seconds
 from hexiseq_triton.profiling.links import Link, fitted, pair_rounds
 from hexiseq_triton.profiling.profile import (
@@ -183,6 +183,15 @@ def test_ranks_of_a_host_must_stand_together() -> None:
     _check_order(["a", "a", "b"])
     with pytest.raises(ConfigError, match="number them host by host"):
         _check_order(["a", "b", "a"])
+
+
+@pytest.mark.parametrize("name", ["7b", "13b", "70b", "llama3-8b"])
+def test_layers_are_measured_in_widths_that_suit_tensor_cores(name: str) -> None:
+    spec = ModelSpec.load(name)
+    shape = measured_shape(spec)
+    assert shape.gated
+    assert shape.ffn % 128 == 0
+    assert shape.parameters_per_layer == pytest.approx(spec.parameters_per_layer, rel=0.01)
 
 
 def test_skipped_attention_still_makes_all_products() -> None:

@@ -324,5 +324,6 @@ def left_alone(plan: str, path: str) -> str:
     finally:
         for process in processes:
             process.kill()
+            process.communicate()  # closes its pipe
     assert processes[0].returncode != 0
     return text

@@ -59,14 +59,15 @@ def split_group(num_tokens: int, unit: int, members: Members) -> tuple[Ints, Int
     """
     tokens, heads = first_split(num_tokens, unit, members)
     best = _settled(tokens, heads, unit, members)
-    if best >= MISSING_BYTE and len(tokens) > 1:
+    too_full = best >= MISSING_BYTE and len(tokens) > 1
+    hopeful = too_full and _has_room(num_tokens, members)
+    if hopeful:
         best = _try_by_room(best, tokens, heads, unit, members)
     if 1 < len(tokens) <= _FEW:
         held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
         moving = sum(shuffle_seconds(tokens, heads, held, members))
-        hopeful = moving > _MUCH_MOVING * best
-        if best >= MISSING_BYTE:
-            hopeful = _has_room(num_tokens, members)
+        if not too_full:
+            hopeful = moving > _MUCH_MOVING * best
         if hopeful:
             for for_heads in range(1, 2 ** len(tokens)):
                 for for_tokens in range(1, 2 ** len(tokens)):

@@ -14,23 +14,26 @@ from hexiseq_triton.planner.replicas import Allotment, Pool
 from hexiseq_triton.planner.search import Search
 from hexiseq_triton.planner.stages import Frame
 
+_MOST_ALLOTMENTS = 32
+"""Of allotments, that many are looked at: several times as many layouts."""
+
 
 class Lineup(Search):
     """A search that lines its layouts up."""
 
     def layouts(self, below: float) -> list[Cost]:
-        """Return layouts of every allotment whose bound is below so many seconds.
+        """Return layouts of the allotments whose bounds are lowest, and below so many seconds.
 
         For each: the best grouping at first look of all its pools, then the second best of all, and
         so on; in contiguous runs too, where communication shows. Some may exceed memory.
         """
         found: list[Cost] = []
-        for allotment in self._allotments():
-            if allotment.seconds < below:
-                ranked = list(self._ranked(allotment, "balanced"))
-                if self._tries_contiguous(allotment, ranked[0]):
-                    ranked += self._ranked(allotment, "contiguous")
-                found += ranked
+        hopeful = [each for each in self._allotments() if each.seconds < below]
+        for allotment in sorted(hopeful, key=lambda each: each.seconds)[:_MOST_ALLOTMENTS]:
+            ranked = list(self._ranked(allotment, "balanced"))
+            if self._tries_contiguous(allotment, ranked[0]):
+                ranked += self._ranked(allotment, "contiguous")
+            found += ranked
         return found
 
     def _ranked(self, allotment: Allotment, arrangement: Arrangement) -> Iterator[Cost]:

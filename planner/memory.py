@@ -65,6 +65,7 @@ ALLOCATOR_SLACK = 0.05
 """Reserved but unused by PyTorch's allocator, whose segments can grow: `hexiseq_triton.init`
 sets PYTORCH_ALLOC_CONF so unless it is set."""
 
+_KEPT = "_memory_model"
 MLP, _, ATTENTION, *_ = range(5)
 """Rows of `MemoryModel.moments`."""
 FIXED, PER_TOKEN, PER_Q_HEAD, PER_KV_HEAD, BUFFERED = range(5)
@@ -154,6 +155,14 @@ def peak_bytes(problem: Problem, rows: Rows, exchange: Exchange = "routes") -> F
 
 def memory_model(problem: Problem) -> MemoryModel:
     """Return the coefficients for a model, workload and number of ranks."""
+    known = vars(problem)  # asked for every layout: kept, as `cached_property` does
+    if _KEPT not in known:
+        known[_KEPT] = _memory_model(problem)
+    found: MemoryModel = known[_KEPT]
+    return found
+
+
+def _memory_model(problem: Problem) -> MemoryModel:
     model, workload, exchange = problem.model, problem.workload, problem.exchange
     slack = 1 + ALLOCATOR_SLACK
     head_dim = model.head_dim

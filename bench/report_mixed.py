@@ -75,14 +75,14 @@ def _margin(lines: Sequence[Line]) -> str:
 def _memory(lines: Sequence[Line]) -> str:
     """Return what became of each plan, and peaks beside the memory model's."""
     names = ("peak_gb", "outside_gb", "predicted_gb")
-    rows = [["plan", "outcome", "allocator's peak of each rank, GB", "outside of it", "predicted"]]
+    rows = [["plan", "outcome", "peak of each rank, GB", "outside the allocator", "predicted"]]
     for line in lines:
         peaks = (", ".join(map(str, line.get(name, ["-"]))) for name in names)
         name = {"hexiseq": "**the planner's**", "even": "even Ulysses"}[line["impl"]]
         rows.append([name, line["outcome"], *peaks])
     return (
-        f"{lines[0]['case']} (`bench/memory_caps.py`). Buffers that ranks reach at each other lie "
-        f"outside the allocator and are predicted; CUDA's context is not.\n\n{_table(rows)}"
+        f"{lines[0]['case']} (`bench/memory_caps.py`). Peaks are of the whole GPU; the caps are on "
+        f"PyTorch's allocator, which contexts, NCCL and shared buffers pass by.\n\n{_table(rows)}"
     )
 
 

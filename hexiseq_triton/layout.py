@@ -13,7 +13,7 @@ from hexiseq_triton.peer_places import Places, places_of
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.partition import deal
-from hexiseq_triton.planner.schedule import atomic_intervals, intervals_of, transfers
+from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
 from hexiseq_triton.segments import Mask, RowRange, Segment, merge, num_tokens, take
 
 
@@ -123,7 +123,7 @@ class BatchLayout:
     def rounds(self, mask: Mask) -> tuple[Round, ...]:
         """Return this rank's part of every round of transfers; all ranks walk all rounds."""
         if mask not in self._rounds:
-            self._rounds[mask] = self._make_rounds(mask, self.rank)
+            self._rounds[mask] = self._rounds_of(self.rank, self._transfers(mask, self.rank))
         return self._rounds[mask]
 
     def exchange(self, mask: Mask) -> Exchange:
@@ -136,24 +136,21 @@ class BatchLayout:
         """Return where all ranks of the replica find each other's keys in memory they share."""
         if mask not in self._places:
             assert self.replica is not None
-            exchanges, rows = {self.rank: self.exchange(mask)}, {}
+            together, rows = self._transfers(mask), {}
             for g, group in enumerate(self.plan.replicas[self.replica].groups):
                 for share in group.ranks:
                     rows[share.rank] = num_tokens(self.group_segments[g])
-                    if share.rank != self.rank:
-                        exchanges[share.rank] = exchange_of(self._make_rounds(mask, share.rank))
+            exchanges = {rank: exchange_of(self._rounds_of(rank, together)) for rank in rows}
             self._places[mask] = places_of(rows, exchanges)
         return self._places[mask]
 
-    def _make_rounds(self, mask: Mask, rank: int) -> tuple[Round, ...]:
+    def _transfers(self, mask: Mask, rank: int | None = None) -> list[list[Transfer]]:
+        """Return the transfers of a rank of this replica, or of all."""
         assert self.replica is not None
-        rounds = transfers(
-            self.plan.replicas[self.replica],
-            self.group_segments,
-            mask,
-            self.plan.exchange,
-            rank,
-        )
+        replica, segments = self.plan.replicas[self.replica], self.group_segments
+        return transfers(replica, segments, mask, self.plan.exchange, rank)
+
+    def _rounds_of(self, rank: int, rounds: Sequence[Sequence[Transfer]]) -> tuple[Round, ...]:
         return tuple(
             Round(
                 tuple(item for item in together if item.sender == rank),

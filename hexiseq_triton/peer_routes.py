@@ -191,7 +191,7 @@ class PeerArrivals:
         self._routes, self._places, self._like, self._call = routes, places, like, call
         self._batches = deque(exchange.batches)
         self._waited: set[int] = set()
-        self._fetches_left = {
+        self._last_round_with = {
             item.sender: number
             for number, batch in enumerate(exchange.batches)
             for item, _ in batch.arrivals
@@ -243,7 +243,7 @@ class PeerArrivals:
                     self.pools[item.kv_heads][start:stop].copy_(theirs[first:last])
                     start = stop
             for rank in senders:
-                if self._fetches_left[rank] == self._number:
+                if self._last_round_with[rank] == self._number:
                     routes.send(rank, Count.KEYS_TAKEN, self._call)
             self._in_flight.append(lane.mark())
         self._number += 1

@@ -65,9 +65,8 @@ ALLOCATOR_SLACK = 0.05
 """Reserved but unused by PyTorch's allocator, whose segments can grow: `hexiseq_triton.init`
 sets PYTORCH_ALLOC_CONF so unless it is set."""
 
-_KEPT = "_memory_model"
-MLP, _, ATTENTION, *_ = range(5)
-"""Rows of `MemoryModel.moments`."""
+MLP, ATTENTION = 0, 2
+"""Two rows of `MemoryModel.moments`."""
 FIXED, PER_TOKEN, PER_Q_HEAD, PER_KV_HEAD, BUFFERED = range(5)
 """Its columns; the last is 1 where receive buffers stand, else 0."""
 
@@ -109,8 +108,10 @@ class MemoryModel:
         stream = sums_by(rows.replica, rows.group_tokens)[rows.replica]
         buffers = self.buffers(exchange, rows.group_tokens, stream) * np.ones(len(stream))
         heads = rows.q_heads * q_head + rows.kv_heads * kv_head
-        result: Floats = fixed + rows.tokens * token + rows.group_tokens[rows.group] * heads
-        return result + buffered * rows.exchanges * rows.kv_heads * buffers[rows.group]
+        held = fixed + rows.tokens * token + rows.group_tokens[rows.group] * heads
+        received = rows.exchanges * rows.kv_heads * buffers[rows.group]
+        result: Floats = held + buffered * received
+        return result
 
     def beside(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
         """Return what each row's communicators take, and what its peers reach."""
@@ -151,6 +152,9 @@ def peak_bytes(problem: Problem, rows: Rows, exchange: Exchange = "routes") -> F
     used[rows.rank] = memory.rank_bytes(rows, exchange)
     result: Floats = np.ceil(used)
     return result
+
+
+_KEPT = "_memory_model"
 
 
 def memory_model(problem: Problem) -> MemoryModel:

@@ -5,9 +5,24 @@ In:   one launch packs keys, values and queries straight into the buffers of the
 Out:  attention writes into the rank's own buffer. After a barrier one launch unpacks: it reads
       the heads of its tokens from all ranks, and writes them joined.
 
-Calls alternate between the two, each with a buffer of its own. A rank reaches the barrier of one
-direction when it is done with the buffer of the other, so no rank overwrites what another still
-reads.
+Both use one buffer. Three barriers keep what ranks do to each other's apart:
+
+    barrier    all ranks have read what the last call left
+    in         ranks write into each other's buffers, each to places of its own
+    barrier
+    between    a rank copies, reads and writes in its own buffer alone
+    barrier
+    out        ranks read each other's buffers, and nobody writes
+
+The first stands before the next call's writes and not after the reads, when the others are likely
+to be done. So a call asks nothing of the one before it, which may be of either pass and of another
+layout. (A backward after a call of the same layout writes only where it has read itself, and would
+not need it.) Where queries leave after the keys, by a write and a barrier of their own, others may
+already copy their keys: queries have other places.
+
+In its own buffer a rank goes by its stream. Outputs are written when the inputs have been copied.
+Attention reads do where it arrived while it writes dk and dv, which stand apart from it; dq takes
+the place of do when attention is through.
 """
 
 from __future__ import annotations
@@ -73,7 +88,7 @@ class PeerHeadExchange(HeadExchange):
         self._slot_bytes = self._head_dim * self._dtype.itemsize
         state_bytes = self._head_dim * self._state.itemsize
         self._regions = regions(self._members, self._slot_bytes, state_bytes)
-        memory.reserve(self._regions.in_bytes, self._regions.out_bytes)
+        memory.reserve(self._regions.num_bytes)
 
     # ---------------------------------------------------------------- to heads
 
@@ -88,6 +103,8 @@ class PeerHeadExchange(HeadExchange):
 
         def move(tensors: Sequence[torch.Tensor], kv: bool, queries: bool) -> None:
             first, last = 0 if kv else middle, slots.num_own if queries else middle
+            if kv:  # nothing of this call has left before
+                self._memory.barrier()
             self._push(tensors, (True, True), (kv, queries), rotation)
             self._memory.barrier()
             own[first:last].copy_(image[first:last])
@@ -105,6 +122,7 @@ class PeerHeadExchange(HeadExchange):
         self, do: torch.Tensor, delta: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], Pending]:
         """See `HeadExchange`; do stays in the buffer, where attention reads it."""
+        self._memory.barrier()
         self._push((do,), (False, True), (False, True), None)
         for peer, member in enumerate(self._members):
             heads = member.q_heads[1] - member.q_heads[0]
@@ -142,7 +160,7 @@ class PeerHeadExchange(HeadExchange):
     def outputs_room(self, like: torch.Tensor) -> torch.Tensor:
         """See `HeadExchange`."""
         shape = self._group_tokens, self._num_q_heads, self._head_dim
-        return self._memory.local(self._memory.out, shape, self._dtype)
+        return self._memory.local(0, shape, self._dtype)
 
     def outputs_to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """See `HeadExchange`; x must be the room."""
@@ -173,21 +191,17 @@ class PeerHeadExchange(HeadExchange):
             room.copy_(own)
         self._memory.barrier()
         kinds = (True, False)
-        base, pieces = self._pieces(self._kv_gradients_at, dtype, kinds, kinds)
+        base, pieces = self._pieces(self._regions.kv_gradients, dtype, kinds, kinds)
         movers(base).unpack(base, base, (dk, dv), pieces, rotation)
         return self._pull_queries(rotation)
 
     def _kv_gradients(self, dtype: torch.dtype) -> torch.Tensor:
         shape = self._slots(kv=True).num_own, self._head_dim
-        return self._memory.local(self._kv_gradients_at, shape, dtype)
-
-    @property
-    def _kv_gradients_at(self) -> int:
-        return self._memory.out + self._regions.kv_gradients
+        return self._memory.local(self._regions.kv_gradients, shape, dtype)
 
     def _pull_queries(self, rotation: Rotation | None) -> torch.Tensor:
         kinds = (False, True)
-        base, pieces = self._pieces(self._memory.out, self._dtype, kinds, kinds)
+        base, pieces = self._pieces(0, self._dtype, kinds, kinds)
         tokens = self._tokens_room(base)
         movers(base).unpack(base, base, (tokens,), pieces, rotation)
         return tokens

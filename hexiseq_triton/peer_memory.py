@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeerMemory:
-    """The buffers of the ranks of one group, one for each direction; they grow as needed.
+    """The buffers of the ranks of one group, each in two parts; they grow as needed.
 
     Args:
         group: ranks of one host whose GPUs reach each other, see `obstacle`.
@@ -34,7 +34,7 @@ class PeerMemory:
         timeout: how long a barrier waits for the slowest rank before it stops the program.
 
     Attributes:
-        out: byte at which the buffer of the second direction begins.
+        out: byte at which the second part begins.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
@@ -45,10 +45,10 @@ class PeerMemory:
         self._handle: Any = None
         self.out = 0
 
-    def reserve(self, in_bytes: int, out_bytes: int) -> None:
-        """Have at least that much for each direction; the same numbers on all ranks.
+    def reserve(self, in_bytes: int, out_bytes: int = 0) -> None:
+        """Have at least that much for each part; the same numbers on all ranks.
 
-        What was there is lost where it is not enough. The second buffer begins at `out`.
+        What was there is lost where it is not enough. The second part begins at `out`.
         """
         if in_bytes <= self.out and out_bytes <= self._buffer.nbytes - self.out:
             return
@@ -124,7 +124,7 @@ def open_peer_memory(
 def _tried(memory: PeerMemory) -> str:
     """Return what went wrong when ranks map each other's first buffers; "" for nothing."""
     try:
-        memory.reserve(1, 1)
+        memory.reserve(1)
         memory.barrier()
         torch.cuda.synchronize()
     except RuntimeError as error:

@@ -1,11 +1,13 @@
 """Where heads stand in peer memory: each rank's buffer, and its pieces as another rank sees them.
 
-A rank has a buffer for each direction, so that one may be written while the other is still read:
+A rank has one buffer, in which both directions of both passes follow each other (`peer_heads`):
 
-    in     keys and values of this rank's heads, then queries, all tokens; then delta
-    out    outputs or query gradients of this rank's heads; then key and value gradients
+    forward     in     keys and values of this rank's heads, then queries, all tokens
+                out    outputs
+    backward    in     gradients of outputs | ...                      | delta
+                out    query gradients      | key and value gradients  | ...
 
-Tokens' owners write into the first and read from the second. An *image* is what `group_slots` calls
+Tokens' owners write what goes in and read what comes out. An *image* is what `group_slots` calls
 `own`: a rank's heads of all tokens. Extents are those of the rank, offsets those of the largest.
 """
 
@@ -24,12 +26,11 @@ _MOST_STATE_BYTES = 8  # of one number
 
 
 class Regions(NamedTuple):
-    """What stands where in the buffers of a group, in bytes: offsets, and sizes of the buffers."""
+    """What stands where in the buffers of a group, in bytes: offsets, and a buffer's size."""
 
-    delta: int
-    in_bytes: int
     kv_gradients: int
-    out_bytes: int
+    delta: int
+    num_bytes: int
 
 
 class PeerPieces(Pieces):
@@ -49,19 +50,15 @@ def regions(members: tuple[Member, ...], slot_bytes: int, state_slot_bytes: int)
         slot_bytes: one head of one token, in the inputs' dtype.
         state_slot_bytes: the same in the state dtype.
     """
-    images = [group_slots(members, member.rank, kv=True, q=True) for member in members]
+    images = [group_slots(members, member.rank, kv=True) for member in members]
     tokens = members[-1].rows[1]
     heads = max(member.q_heads[1] - member.q_heads[0] for member in members)
-    delta = _aligned(max(image.num_own for image in images) * slot_bytes)
-    kv_gradients = _aligned(heads * tokens * slot_bytes)
-    kv_slots = max(image.q_own[0] for image in images)
+    kv_slots = max(image.num_own for image in images)
     sums = any(image.replicated for image in images)  # added up where they arrive
-    return Regions(
-        delta,
-        delta + heads * tokens * _MOST_STATE_BYTES,
-        kv_gradients,
-        kv_gradients + kv_slots * (state_slot_bytes if sums else slot_bytes),
-    )
+    kv_gradients = _aligned(heads * tokens * slot_bytes)
+    # and with that there is room for keys, values and queries, whose slots are no larger
+    delta = _aligned(kv_gradients + kv_slots * (state_slot_bytes if sums else slot_bytes))
+    return Regions(kv_gradients, delta, delta + heads * tokens * _MOST_STATE_BYTES)
 
 
 @lru_cache(maxsize=256)

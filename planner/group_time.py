@@ -30,6 +30,7 @@ from hexiseq_triton.planner.speeds import (
     FORWARDS,
     GATHER,
     HEAD_DIM,
+    HEADS,
     IN_NODE,
     IN_NODE_LATENCY,
     LAYER_FORWARD,
@@ -38,6 +39,8 @@ from hexiseq_triton.planner.speeds import (
     PEER_FIXED,
     PEER_KV_HEAD,
     PEER_Q_HEAD,
+    PEER_SHARED_KV_HEAD,
+    Q_PER_KV,
     REDUCE,
     ROOM,
     SHARES_PORT,
@@ -103,11 +106,13 @@ def bytes_beside(num_tokens: int, heads: Ints, held: Ints, members: Members) -> 
     shared = members.shared
     used = np.zeros(len(heads))
     if members.buffers > 0:
-        used += shared[COMMUNICATOR] + shared[PEER_FIXED] + held * num_tokens * shared[BLOCK]
+        used += shared[COMMUNICATOR] + 2 * shared[PEER_FIXED] + held * num_tokens * shared[BLOCK]
     if len(heads) > 1:
         used += shared[COMMUNICATOR]
         if not _spans(members.node):
-            widest = heads.max() * shared[PEER_Q_HEAD] + held.max() * shared[PEER_KV_HEAD]
+            share_kv = held.sum() * shared[Q_PER_KV] > shared[HEADS]
+            kv_head = shared[PEER_SHARED_KV_HEAD if share_kv else PEER_KV_HEAD]
+            widest = heads.max() * shared[PEER_Q_HEAD] + held.max() * kv_head
             used += num_tokens * widest + shared[PEER_FIXED]
     return used
 

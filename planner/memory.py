@@ -24,7 +24,10 @@ large as the rank with the most heads needs (`hexiseq_triton/peer_slots.py`):
 
     group tokens * (most q_heads * peer_per_q_head + most kv_heads * peer_per_kv_head) + peer_fixed
 
-What groups fetch of a rank stands in such a buffer, too: its keys and values, and their gradients.
+Both directions take turns in one buffer. Gradients of a KV head that several ranks of the group
+hold are added up from there, in float32: then `peer_per_shared_kv_head` stands in its place.
+
+What groups fetch of a rank stands in such buffers, too: its keys and values, and their gradients.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ FETCHERS = 2
 """Groups that fetch the same head of a rank at a time: they reach it one after the other, and the
 next before the last is done where it has fewer tokens."""
 PEER_GRANULE = 32 << 20
-"""`peer_memory` takes memory in such steps, for each of two directions."""
+"""`peer_memory` takes each buffer in such steps."""
 DELTA_BYTES = 8
 """What the buffers have room for in each row of delta, whatever its dtype."""
 LARGEST_SLOT_BYTES = 1024
@@ -82,7 +85,10 @@ class MemoryModel:
     """A token's K and V, and its dK and dV, for one head: what baselines' exchanges buffer."""
     peer_per_q_head: float
     peer_per_kv_head: float
+    peer_per_shared_kv_head: float
+    """The same where ranks of the group share a KV head."""
     peer_fixed: float
+    """Of each buffer."""
 
     @property
     def idle(self) -> float:
@@ -116,10 +122,11 @@ class MemoryModel:
     def beside(self, rows: Rows, exchange: Exchange = "routes") -> Floats:
         """Return what each row's communicators take, and what its peers reach."""
         lent = rows.kv_heads * self.block_per_kv_head * rows.group_tokens[rows.group]
-        reached = (lent + self.peer_fixed) * (exchange == "routes")
+        reached = (lent + 2 * self.peer_fixed) * (exchange == "routes")  # keys, and gradients
         exchanged = rows.exchanges * (self.communicator + reached)
         q_heads, kv_heads = rows.most(rows.q_heads), rows.most(rows.kv_heads)
-        per_token = q_heads * self.peer_per_q_head + kv_heads * self.peer_per_kv_head
+        kv_head = np.where(rows.share_kv, self.peer_per_shared_kv_head, self.peer_per_kv_head)
+        per_token = q_heads * self.peer_per_q_head + kv_heads * kv_head
         together = rows.group_sizes > 1
         peers = together * ~rows.spans_nodes * (rows.group_tokens * per_token + self.peer_fixed)
         shuffled = together * self.communicator + peers
@@ -186,10 +193,11 @@ def _memory_model(problem: Problem) -> MemoryModel:
         communicator=COMMUNICATOR_BYTES,
         buffer_per_kv_head=slack * buffer,
         block_per_kv_head=slack * 2 * head_dim * (BF16 + FLOAT32),
-        # q or do in, o or dq out, and delta; k and v in, dk and dv out in float32
-        peer_per_q_head=peers * (2 * BF16 * head_dim + DELTA_BYTES),
-        peer_per_kv_head=peers * 2 * (BF16 + FLOAT32) * head_dim,
-        peer_fixed=peers * 2 * PEER_GRANULE,
+        # q, o, do or dq, and delta; k and v, or dk and dv
+        peer_per_q_head=peers * (BF16 * head_dim + DELTA_BYTES),
+        peer_per_kv_head=peers * 2 * BF16 * head_dim,
+        peer_per_shared_kv_head=peers * 2 * FLOAT32 * head_dim,
+        peer_fixed=peers * PEER_GRANULE,
     )
 
 

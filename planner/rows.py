@@ -112,6 +112,14 @@ class Rows:
         return result
 
     @cached_property
+    def share_kv(self) -> NDArray[np.bool_]:
+        """Whether each group holds some KV head on several ranks."""
+        held = np.add.reduceat(self.kv_heads, self.group_starts)
+        kv_heads = np.maximum.reduceat(self.kv_ranges[:, 1], self.group_starts)
+        result: NDArray[np.bool_] = held > kv_heads
+        return result
+
+    @cached_property
     def replica_starts(self) -> Ints:
         """The first row of each replica."""
         first_groups = np.flatnonzero(np.diff(self.replica, prepend=-1))

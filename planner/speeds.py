@@ -24,7 +24,7 @@ LAYER_FORWARD = 11
 
 HEADS, Q_PER_KV, HEAD_DIM, FORWARDS, GATHER, REDUCE = range(6)
 COMPUTE_SLOWDOWN, TRANSFER_SLOWDOWN, BUFFER, BLOCK, COMMUNICATOR = range(6, 11)
-PEER_Q_HEAD, PEER_KV_HEAD, PEER_FIXED = range(11, 14)
+PEER_Q_HEAD, PEER_KV_HEAD, PEER_SHARED_KV_HEAD, PEER_FIXED = range(11, 15)
 """Entries of `Speeds.shared`. GATHER and REDUCE are FSDP's seconds beside a layer's forward and
 backward, and the slowdowns are those of `Overlap`."""
 
@@ -88,6 +88,7 @@ class Speeds:
                 memory.communicator,
                 memory.peer_per_q_head,
                 memory.peer_per_kv_head,
+                memory.peer_per_shared_kv_head,
                 memory.peer_fixed,
             ]
         )

@@ -239,7 +239,7 @@ def _bytes(problem: Problem, tokens: Ints, heads: Ints, exchanges: bool) -> Floa
         + exchanges * buffered * kv_heads * memory.buffer_per_kv_head
         for fixed, token, q_head, kv_head, buffered in memory.moments
     ]
-    lent = group_tokens * kv_heads * memory.block_per_kv_head + memory.peer_fixed
+    lent = group_tokens * kv_heads * memory.block_per_kv_head + 2 * memory.peer_fixed
     result: Floats = np.max(peaks, axis=0) + exchanges * (memory.communicator + lent)
     return result + (tokens.shape[1] > 1) * memory.communicator
 

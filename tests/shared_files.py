@@ -13,12 +13,14 @@ from math import prod
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.peer_routes import PeerRoutes
 from hexiseq_triton.signals import Count
 
-_BYTES = 8 << 20  # for each direction
+_BYTES = 8 << 20  # for each part
+_GROUP_BYTES = 32 << 10  # of a rank in its group
 _PATIENCE_SECONDS = 20.0
 
 
@@ -37,7 +39,7 @@ class FileMemory:
         ]
         self._buffers[number].fill_(255)  # NaN in every floating dtype
 
-    def reserve(self, in_bytes: int, out_bytes: int) -> None:
+    def reserve(self, in_bytes: int, out_bytes: int = 0) -> None:
         assert max(in_bytes, out_bytes) <= _BYTES
 
     def local(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -48,6 +50,46 @@ class FileMemory:
     ) -> torch.Tensor:
         num_bytes = prod(shape) * dtype.itemsize
         return self._buffers[peer][offset : offset + num_bytes].view(dtype).view(*shape)
+
+
+class GroupMemory:
+    """See `peer_memory.PeerMemory`; all buffers in one file, so that one view reaches another's.
+
+    Attributes:
+        everything: the buffers of all ranks.
+        part: barriers passed until now.
+    """
+
+    def __init__(self, file: Path, group: dist.ProcessGroup) -> None:
+        self._group, self._number = group, dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        self.everything = torch.from_file(
+            str(file), shared=True, size=self._size * _GROUP_BYTES, dtype=torch.uint8
+        )
+        self.local(0, (_GROUP_BYTES,), torch.uint8).fill_(255)  # NaN in every floating dtype
+        self.part = 0
+
+    def reserve(self, in_bytes: int, out_bytes: int = 0) -> None:
+        assert in_bytes <= _GROUP_BYTES
+        assert out_bytes == 0
+
+    def local(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.remote(self._number, offset, shape, dtype)
+
+    def remote(
+        self, peer: int, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        start = peer * _GROUP_BYTES + offset
+        stop = start + prod(shape) * dtype.itemsize
+        assert stop <= (peer + 1) * _GROUP_BYTES
+        return self.everything[start:stop].view(dtype).view(*shape)
+
+    def distances(self) -> tuple[int, ...]:
+        return tuple((peer - self._number) * _GROUP_BYTES for peer in range(self._size))
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+        self.part += 1
 
 
 class FileCounters:

@@ -13,6 +13,7 @@ import torch
 from hexiseq_triton import peer_memory
 
 CPU = torch.device("cpu")
+GRANULE = 32 << 20
 
 
 def opened(answers: Sequence[str], rank: int, tried: Sequence[str] = ("", "")) -> tuple[Any, str]:
@@ -56,3 +57,24 @@ def test_ranks_of_one_host_share_memory(caplog: pytest.LogCaptureFixture) -> Non
     assert isinstance(memory, peer_memory.PeerMemory)
     assert path == "symmetric memory"
     assert not caplog.records
+
+
+def test_buffers_grow_part_by_part_and_an_empty_part_takes_nothing() -> None:
+    memory = peer_memory.PeerMemory(mock.Mock(), CPU, timedelta(seconds=1))
+    taken = []
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        taken.append(size // GRANULE)
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    with (
+        mock.patch("torch.distributed._symmetric_memory.empty", empty),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous"),
+        mock.patch("torch.distributed.barrier") as barrier,
+        mock.patch("torch.cuda.synchronize"),
+    ):
+        for sizes in ((1,), (GRANULE,), (GRANULE + 1,), (1, 1), (1, GRANULE), (5 * GRANULE, 1)):
+            memory.reserve(*sizes)
+    assert taken == [1, 2, 3, 6]
+    assert memory.out == 5 * GRANULE
+    assert barrier.call_count == 3  # others may still read what goes

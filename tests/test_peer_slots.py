@@ -48,8 +48,7 @@ class Group:
         self.members: tuple[Member, ...] = members_of(layouts[0])
         self.tokens, self.heads = plan.seq_len, plan.num_heads
         self.regions: Regions = regions(self.members, 4 * D, 4 * D)
-        self.out = -(-self.regions.in_bytes // (4 * D)) * 4 * D
-        self.slots = (self.out + self.regions.out_bytes) // (4 * D) + 1
+        self.slots = -(-self.regions.num_bytes // (4 * D))
         self.memory = torch.full((len(layouts) * self.slots, D), torch.nan, device=DEVICE)
         torch.manual_seed(0)
         self.q = torch.randn(self.tokens, self.heads, D, device=DEVICE)
@@ -122,7 +121,7 @@ def test_owners_read_their_tokens_from_all_images_and_add_replicas(
     group = Group(SPLITS[name])
     replicas = torch.zeros(KV_HEADS, device=DEVICE)
     for member in group.members:
-        for kinds, offset in ((Q, group.out), (KV, group.out + group.regions.kv_gradients)):
+        for kinds, offset in ((Q, 0), (KV, group.regions.kv_gradients)):
             slots = group_slots(group.members, member.rank, kv=kinds[0], q=kinds[1])
             image = group.image(member.rank, offset, slots.num_own)
             parts = group.parts(image, member.rank, kinds)
@@ -136,8 +135,8 @@ def test_owners_read_their_tokens_from_all_images_and_add_replicas(
         base, rows = group.base(member.rank), slice(*member.rows)
         q, k, v = (torch.empty_like(x[rows]) for x in (group.q, group.k, group.v))
         for kinds, offset, tensors in (
-            (Q, group.out, (q,)),
-            (KV, group.out + group.regions.kv_gradients, (k, v)),
+            (Q, 0, (q,)),
+            (KV, group.regions.kv_gradients, (k, v)),
         ):
             starts = group.starts(member.rank, offset)
             pieces = peer_pieces(group.members, member.rank, starts, image=kinds, moves=kinds)
@@ -145,3 +144,21 @@ def test_owners_read_their_tokens_from_all_images_and_add_replicas(
         assert torch.equal(q, group.q[rows])
         torch.testing.assert_close(k, group.k[rows] * replicas[:, None])
         torch.testing.assert_close(v, group.v[rows] * replicas[:, None])
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_rank_has_room_for_what_stands_there_at_a_time(name: str) -> None:
+    group = Group(SPLITS[name])
+    slot, state = 2 * D, 4 * D
+    there = regions(group.members, slot, state)
+    for member in group.members:
+        inputs, queries, kv = (
+            group_slots(group.members, member.rank, kv=kinds[0], q=kinds[1])
+            for kinds in (BOTH, Q, KV)
+        )
+        heads = member.q_heads[1] - member.q_heads[0]
+        assert inputs.num_own * slot <= there.num_bytes
+        assert queries.num_own * slot <= there.kv_gradients
+        gradients = kv.num_own * (state if kv.replicated else slot)
+        assert there.kv_gradients + gradients <= there.delta
+        assert there.delta + heads * group.tokens * state // D <= there.num_bytes

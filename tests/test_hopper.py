@@ -82,12 +82,12 @@ def test_the_guard_knows_what_was_verified(
     assert guard._runs(direction, CARD, dtype, head_dim) is expected
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.6.9", "3.7.1", "3.7.1+gitabc"])
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.9", "3.7.1", "3.7.1+gitabc", "3.8.0"])
 def test_versions_that_were_verified(version: str) -> None:
     assert guard.is_verified(version)
 
 
-@pytest.mark.parametrize("version", ["3.60.0", "3.7.0", "3.7.10", "3.8.0", "4.6.0"])
+@pytest.mark.parametrize("version", ["3.60.0", "3.7.0", "3.7.10", "3.8.1", "4.6.0"])
 def test_versions_that_were_not_verified(version: str) -> None:
     assert not guard.is_verified(version)
 
@@ -101,8 +101,8 @@ def test_another_triton_takes_the_portable_kernels_and_says_so_once(
         assert not guard._runs("forward", CARD, BF16, 128)
         assert not guard._runs("backward", CARD, BF16, 128)
     assert [r.getMessage() for r in caplog.records] == [
-        "Triton 3.60.0 is not among the versions verified for the Hopper kernels (3.6, 3.7.1): "
-        "the portable kernels run"
+        "Triton 3.60.0 is not among the versions verified for the Hopper kernels "
+        "(3.6, 3.7.1, 3.8.0): the portable kernels run"
     ]
 
 

@@ -18,7 +18,7 @@ import triton
 
 from hexiseq_triton.kernels.prepared import Prepared
 
-VERIFIED = ("3.6", "3.7.1")
+VERIFIED = ("3.6", "3.7.1", "3.8.0")
 """Triton versions whose kernels were checked on a card: results, speed and machine code. The last
 number may be left out."""
 

@@ -59,20 +59,26 @@ def split_group(num_tokens: int, unit: int, members: Members) -> tuple[Ints, Int
     """
     tokens, heads = first_split(num_tokens, unit, members)
     best = _settled(tokens, heads, unit, members)
-    too_full = best >= MISSING_BYTE and len(tokens) > 1
-    hopeful = too_full and _has_room(num_tokens, members)
-    if hopeful:
+    if len(tokens) == 1 or not _hopeful(best, num_tokens, tokens, heads, members):
+        return tokens, heads
+    if best >= MISSING_BYTE:
         best = _try_by_room(best, tokens, heads, unit, members)
-    if 1 < len(tokens) <= _FEW:
-        held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
-        moving = sum(shuffle_seconds(tokens, heads, held, members))
-        if not too_full:
-            hopeful = moving > _MUCH_MOVING * best
-        if hopeful:
-            for for_heads in range(1, 2 ** len(tokens)):
-                for for_tokens in range(1, 2 ** len(tokens)):
-                    best = _try_on_some(best, for_heads, for_tokens, tokens, heads, unit, members)
+    if len(tokens) <= _FEW:
+        for for_heads in range(1, 2 ** len(tokens)):
+            for for_tokens in range(1, 2 ** len(tokens)):
+                best = _try_on_some(best, for_heads, for_tokens, tokens, heads, unit, members)
     return tokens, heads
+
+
+@numba.njit(cache=True)
+def _hopeful(best: float, num_tokens: int, tokens: Ints, heads: Ints, members: Members) -> bool:
+    """Return whether starting anew may help: ranks too full that have room, or few moving much."""
+    if best >= MISSING_BYTE:
+        return _has_room(num_tokens, members)
+    if len(tokens) > _FEW:
+        return False
+    held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
+    return sum(shuffle_seconds(tokens, heads, held, members)) > _MUCH_MOVING * best
 
 
 @numba.njit(cache=True)
@@ -99,11 +105,7 @@ def _try_by_room(best: float, tokens: Ints, heads: Ints, unit: int, members: Mem
     caps = np.full(len(heads), heads.sum(), dtype=np.int64)
     new_heads = place(heads.sum(), seconds, seconds, caps)
     new_tokens = _first_tokens(tokens.sum(), unit, new_heads, members)
-    found = _settled(new_tokens, new_heads, unit, members)
-    if found < best:
-        tokens[:] = new_tokens
-        heads[:] = new_heads
-    return min(best, found)
+    return _better(best, (new_tokens, new_heads), tokens, heads, unit, members)
 
 
 @numba.njit(cache=True)
@@ -128,6 +130,15 @@ def _try_on_some(
     held = kv_heads_held(new_heads, int(members.shared[Q_PER_KV]))
     if group_seconds(new_tokens, new_heads, held, members) >= _HOPELESS * best:
         return best
+    return _better(best, (new_tokens, new_heads), tokens, heads, unit, members)
+
+
+@numba.njit(cache=True)
+def _better(
+    best: float, start: tuple[Ints, Ints], tokens: Ints, heads: Ints, unit: int, members: Members
+) -> float:
+    """Settle a new start, and keep it if it is better; return the least seconds."""
+    new_tokens, new_heads = start
     found = _settled(new_tokens, new_heads, unit, members)
     if found < best:
         tokens[:] = new_tokens
@@ -148,10 +159,11 @@ def _settled(tokens: Ints, heads: Ints, unit: int, members: Members) -> float:
     """Move heads and tokens while that helps; return the seconds then."""
     held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
     best = group_seconds(tokens, heads, held, members)
+    a_head = np.int64(_A_HEAD)  # for a constant numba would compile all of it once more
     for _ in range(_MOST_PASSES):
         before = best
         best = _move_tokens(best, tokens, heads, unit, members)
-        best = _moved_around(best, tokens, heads, _A_HEAD, unit, members)
+        best = _moved_around(best, tokens, heads, a_head, unit, members)
         if best >= before * (1 - 1e-12):
             break
     return best

@@ -8,13 +8,14 @@ passes its ports.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from hexiseq_triton.planner.exchange import ANSWER
 from hexiseq_triton.planner.rates import Floats, Ints, together
 from hexiseq_triton.planner.simulator.graph import ATTENTION, GRADIENTS, KEYS, Builder
-from hexiseq_triton.planner.simulator.links import COPY_ENGINE, NIC_OUT, Links, Uses
+from hexiseq_triton.planner.simulator.links import COPY_ENGINE, NIC_OUT, Links, port_seconds
 from hexiseq_triton.planner.simulator.replicas import ReplicaView
 
 
@@ -40,18 +41,12 @@ class Attention:
     begin: Ints
     backward: bool
 
-    def hops(self, sender: Ints, receiver: Ints, num_bytes: Floats) -> Hops:
-        """Return transfers of keys and values between rows of the view."""
-        return Hops(
-            self.links, (self.view.rank[sender], self.view.rank[receiver]), num_bytes.ravel()
-        )
-
     def slowed(self, *moving: Hops) -> Slowed:
         """Return how much longer computing and transfers take beside each other."""
         links, rank = self.links, self.view.rank
         by_port = np.zeros(links.num_ports)
         for hops in moving:
-            by_port += np.bincount(hops.uses.port, hops.uses.seconds, minlength=links.num_ports)
+            by_port += hops.by_port
         by_class = by_port.reshape(-1, links.world_size)[:COPY_ENGINE]
         if links.conditions.copy_engine:
             by_class = by_class[NIC_OUT:]  # only transfers to other nodes are kernels
@@ -74,9 +69,8 @@ class Attention:
     def move(self, ops: Ints, slowed: Slowed, hops: Hops, *, gradients: bool = False) -> None:
         """Let operations move what `hops` say."""
         uses = hops.uses._replace(seconds=hops.uses.seconds * slowed.of_port[hops.uses.port])
-        latency = np.where(hops.num_bytes > 0, self.links.latency(*hops.ends), 0.0)
         kind = GRADIENTS if gradients else KEYS
-        self.builder.transfer(ops.ravel(), kind, hops.ends, latency, uses)
+        self.builder.transfer(ops.ravel(), kind, hops.ends, hops.latency, uses)
 
 
 @dataclass(frozen=True)
@@ -88,16 +82,27 @@ class Slowed:
 
 
 class Hops:
-    """Transfers of keys and values, one after the other: ranks of the two ends, and bytes."""
+    """Transfers of keys and values, one after the other: ranks of the two ends, and bytes.
+
+    Passes share them: forward's are those that backward begins with.
+    """
 
     def __init__(self, links: Links, ends: tuple[Ints, Ints], num_bytes: Floats) -> None:
-        self.ends = ends
-        self.num_bytes = num_bytes
-        self.uses: Uses = links.point_to_point(*ends, num_bytes)
-        self._links = links
+        self.ends, self.num_bytes, self._links = ends, num_bytes, links
+        self.latency, self.uses = links.point_to_point(*ends, num_bytes)
+        self.by_port = port_seconds(self.uses.port, self.uses.seconds, links.num_ports)
 
+    @classmethod
+    def between(
+        cls, links: Links, view: ReplicaView, ends: tuple[Ints, Ints], num_bytes: Floats
+    ) -> Hops:
+        """Return transfers between rows of a view."""
+        sender, receiver = ends
+        return cls(links, (view.rank[sender], view.rank[receiver]), num_bytes.ravel())
+
+    @cached_property
     def returned(self) -> Hops:
-        """Return the transfers of their gradients, the other way."""
+        """The transfers of their gradients, the other way."""
         return Hops(self._links, self.ends[::-1], ANSWER * self.num_bytes)
 
 

@@ -9,117 +9,167 @@ rest half comes first and half last.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
+import numba
 import numpy as np
 
 from hexiseq_triton.planner.rates import Floats, Ints
-from hexiseq_triton.planner.simulator.attention import Attention
+from hexiseq_triton.planner.simulator.attention import Attention, Hops
+from hexiseq_triton.planner.simulator.links import Links, Narrow
+from hexiseq_triton.planner.simulator.replicas import ReplicaView
 from hexiseq_triton.planner.simulator.rounds import Rounds
 
 
-def direct(attention: Attention, rounds: Rounds) -> Ints:
-    """Add one replica's attention; return what its rows wait for at the end."""
-    return _Direct(attention, rounds).add()
+@dataclass(frozen=True)
+class Direct:
+    """One replica's exchange; its passes share what depends on the layout alone.
 
+    They are steps of round after round. Round 0 is of own keys, and in backward the last one too.
+    """
 
-class _Direct:
-    """Operations of round after round. Round 0 is of own keys, and in backward the last one too."""
+    links: Links
+    view: ReplicaView
+    rounds: Rounds
 
-    def __init__(self, attention: Attention, rounds: Rounds) -> None:
-        self.attention, self.rounds = attention, rounds
-        self.ends = rounds.ends
-        self.sender, self.receiver = (end.row for end in rounds.ends)
-        self.steps = rounds.count + (2 if attention.backward else 1)
-        self._take()
-
-    def _take(self) -> None:
-        """Take numbers, in each step for its gates and work, next round's keys, and returns."""
-        row, at = np.arange(len(self.attention.view.rank)), self.rounds.at
-        starts = np.searchsorted(at, np.arange(self.steps + 2))
-        moved, each = np.diff(starts), np.full(self.steps, len(row))
-        parts = [each, each, moved[1:]]
-        if self.attention.backward:
-            parts += [each, moved[:-1]]
-        sizes = np.stack(parts, axis=1)
-        ops = self.attention.builder.take(int(sizes.sum()))
-        first = ops[0] + np.cumsum(sizes).reshape(sizes.shape) - sizes
-        within = np.arange(len(at)) - starts[at]
-        self.gate, self.computing = (first[:, part, None] + row for part in (0, 1))
-        self.keys = first[at - 1, 2] + within
-        if self.attention.backward:
-            self.return_gate = first[:, 3, None] + row
-            self.returns = first[at, 4] + within
-
-    def add(self) -> Ints:
-        """Add everything; return what rows wait for at the end."""
-        attention, view = self.attention, self.attention.view
-        heads = view.entry_heads[self.rounds.receiver]
-        num_bytes = view.bytes_per_token * heads * self.rounds.tokens
-        keys = attention.hops(self.sender, self.receiver, num_bytes)
-        returns = [keys.returned()] if attention.backward else []
-        slowed = attention.slowed(keys, *returns)
-        attention.compute(self.computing, slowed, self._shares(heads))
-        attention.move(self.keys, slowed, keys)
-        self._in_turns(self.keys)
+    def add(self, attention: Attention) -> Ints:
+        """Add one direction of attention; return what its rows wait for at the end."""
+        rounds, returns = self.rounds, [self.keys.returned] if attention.backward else []
+        slowed = attention.slowed(self.keys, *returns)
+        steps = rounds.count + (2 if attention.backward else 1)
+        moved = rounds.at, rounds.ends, rounds.before, rounds.last, rounds.room
+        ops, back, computing, *waits = _operations(
+            *moved, attention.begin, attention.builder.count, steps, attention.backward
+        )
+        attention.builder.take_in_order(*waits)
+        attention.compute(computing[:-1], slowed, self._shares(steps, attention.backward))
+        attention.move(ops, slowed, self.keys)
         for hops in returns:
-            attention.move(self.returns, slowed, hops, gradients=True)
-            self._in_turns(self.returns)
-        self._wait()
-        if attention.backward:
-            self._wait_for_returns()
-        return self._done()
+            attention.move(back, slowed, hops, gradients=True)
+        done: Ints = computing[-1]
+        return done
 
-    def _in_turns(self, ops: Ints) -> None:
-        for end in self.ends:
-            self.attention.builder.after(ops[end.later], ops[end.before])
+    @cached_property
+    def keys(self) -> Hops:
+        view, rounds = self.view, self.rounds
+        num_bytes = view.bytes_per_token * view.entry_heads[rounds.receiver] * rounds.tokens
+        return Hops.between(self.links, view, (rounds.ends[0], rounds.ends[1]), num_bytes)
 
-    def _shares(self, heads: Floats) -> Floats:
+    @cached_property
+    def _parts(self) -> Floats:
+        """What part of its receiver's attention each transfer's keys are."""
+        view, rounds = self.view, self.rounds
+        sender, receiver = rounds.ends
+        pair = view.group[receiver], view.group[sender]
+        of_heads = view.entry_heads[rounds.receiver] / np.diff(view.kv_ranges, axis=1)[receiver, 0]
+        result: Floats = view.share[pair] * of_heads * rounds.tokens / view.fetched[pair]
+        return result
+
+    def _shares(self, steps: int, backward: bool) -> Floats:
         """Return [steps, rows], what part of a row's attention each round is."""
-        view = self.attention.view
-        own = np.diag(view.share)[view.group]
-        share = np.zeros((self.steps, len(own)))
+        own = np.diag(self.view.share)[self.view.group]
+        share = np.zeros((steps, len(own)))
         share[0] = own
-        if self.attention.backward:
+        if backward:
             share[:] = own * self.rounds.own
-        pair = view.group[self.receiver], view.group[self.sender]
-        of_heads = heads / np.diff(view.kv_ranges, axis=1)[self.receiver, 0]
-        part = view.share[pair] * of_heads * self.rounds.tokens / view.fetched[pair]
-        np.add.at(share, (self.rounds.at, self.receiver), part)
+        _add_parts(share, self.rounds.at, self.rounds.ends[1], self._parts)
         return share
 
-    def _wait(self) -> None:
-        after, at, begin = self.attention.builder.after, self.rounds.at, self.attention.begin
-        after(self.gate[0], begin)
-        after(self.gate[1:], self.gate[:-1])
-        step, row = np.nonzero(self.rounds.room)
-        after(self.gate[step - 1, row], self.computing[self.rounds.room[step, row], row])
-        after(self.computing[0], begin)
-        after(self.computing[1:], self.computing[:-1])
-        for end in self.ends:
-            first, last = end.first, end.last
-            after(self.keys[first], self.gate[at[first] - 1, end.row[first]])
-            after(self.gate[at[last], end.row[last]], self.keys[last])
-        arrived = self.ends[1].last
-        after(self.computing[at[arrived], self.receiver[arrived]], self.keys[arrived])
 
-    def _wait_for_returns(self) -> None:
-        """Let gradients leave after the work and the next round's keys, and come before the end."""
-        after, at = self.attention.builder.after, self.rounds.at
-        after(self.return_gate, self.gate)
-        for end in self.ends:
-            first, last, row = end.first, end.last, end.row
-            after(self.returns[first], self.return_gate[at[first], row[first]])
-            after(self.return_gate[at[last] - 1, row[last]], self.keys[last])
-            after(self.gate[at[last] + 1, row[last]], self.returns[last])
-            added = last[at[last] + 2 < self.steps]  # a rank adds what returned before it works on
-            after(self.computing[at[added] + 2, row[added]], self.returns[added])
-        worked = at[self.ends[1].last], self.receiver[self.ends[1].last]
-        after(self.return_gate[worked], self.computing[worked])
+@numba.njit(cache=True)
+def _add_parts(share: Floats, at: Ints, row: Ints, parts: Floats) -> None:
+    for i in range(len(at)):
+        share[at[i], row[i]] += parts[i]
 
-    def _done(self) -> Ints:
-        builder = self.attention.builder
-        done = builder.take(len(self.attention.view.rank))
-        builder.after(done, self.computing[-1])
-        if self.attention.backward:
-            for end in self.ends:
-                builder.after(done[end.row[end.last]], self.returns[end.last])
-        return done
+
+@numba.njit(cache=True)
+def _operations(
+    at: Ints,
+    ends: Ints,
+    before: Ints,
+    last: Ints,
+    room: Ints,
+    begin: Ints,
+    first: int,
+    steps: int,
+    backward: bool,
+) -> tuple[Ints, Ints, Ints, Narrow, Narrow]:
+    """Return numbers from `first` for transfers, their returns, and the work of each step and row.
+
+    The last work is what rows wait for at the end. Besides, how many each operation waits for, in
+    their order, and which.
+
+    A step has gates, work, next round's keys, in backward gates of the returns, and these. They
+    leave after the work on their keys and the next round's keys, and come before the next round
+    ends; a rank adds them before it works on the round after that.
+    """
+    rows, count, ways = len(begin), len(at), 2 if backward else 1
+    keys, returns = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    gate, return_gate, computing = np.empty((3, steps + 1, rows), dtype=np.int64)
+    stops = np.zeros((1 + ways) * steps * rows + rows + ways * count + 1, dtype=np.int32)
+    most = 23 * rows * (steps + 1) + 2 * ways * count  # a row: 10 of gate, 7 of work, 6 of return
+    deps = np.empty(most, dtype=np.int32)
+    op, found, sent, back = 0, 0, 0, 0
+    for step in range(steps + 1):
+        for row in range(rows if step < steps else 0):
+            gate[step, row] = first + op
+            found = _put(deps, found, begin[row] if step == 0 else gate[step - 1, row])
+            if step + 1 < len(room) and room[step + 1, row]:
+                found = _put(deps, found, computing[room[step + 1, row], row])
+            found = _put_some(deps, found, keys, last[step, row])
+            if backward:
+                found = _put_some(deps, found, returns, last[step - 1, row])
+            op += 1
+            stops[op] = found
+        for row in range(rows):
+            computing[step, row] = first + op
+            found = _put(deps, found, begin[row] if step == 0 else computing[step - 1, row])
+            found = _put_some(deps, found, keys, last[step, row, 2:])
+            if backward:
+                found = _put_some(deps, found, returns, last[step - 2, row])
+            op += 1
+            stops[op] = found
+        while sent < count and at[sent] == step + 1:
+            keys[sent] = first + op
+            found = _put_ends(deps, found, keys, gate[step], ends[:, sent], before[:, sent])
+            op, sent = op + 1, sent + 1
+            stops[op] = found
+        for row in range(rows if backward and step < steps else 0):
+            return_gate[step, row] = first + op
+            found = _put(deps, found, gate[step, row])
+            found = _put_some(deps, found, keys, last[step + 1, row])
+            if last[step, row, -1] >= 0:
+                found = _put(deps, found, computing[step, row])
+            op += 1
+            stops[op] = found
+        while backward and back < count and at[back] == step:
+            returns[back] = first + op
+            gates = return_gate[step]
+            found = _put_ends(deps, found, returns, gates, ends[:, back], before[:, back])
+            op, back = op + 1, back + 1
+            stops[op] = found
+    return keys, returns, computing, np.diff(stops), deps[:found]
+
+
+@numba.njit(cache=True)
+def _put(deps: Narrow, found: int, dep: int) -> int:
+    deps[found] = dep
+    return found + 1
+
+
+@numba.njit(cache=True)
+def _put_some(deps: Narrow, found: int, ops: Ints, which: Ints) -> int:
+    for i in which:
+        if i >= 0:
+            found = _put(deps, found, ops[i])
+    return found
+
+
+@numba.njit(cache=True)
+def _put_ends(deps: Narrow, found: int, ops: Ints, gate: Ints, ends: Ints, before: Ints) -> int:
+    """Let a transfer wait at each end for the one before it, or else for the gate."""
+    for end in range(2):
+        dep = gate[ends[end]] if before[end] < 0 else ops[before[end]]
+        found = _put(deps, found, dep)
+    return found

@@ -138,7 +138,7 @@ class _Windows:
         senders, receivers = (
             np.broadcast_to(each, block.shape).ravel() for each in (row[sender], row)
         )
-        return self.attention.hops(senders, receivers, num_bytes)
+        return Hops.between(self.attention.links, view, (senders, receivers), num_bytes)
 
     # ---------------------------------------------------------------- who waits for what
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.simulator.graph import Graph
+from hexiseq_triton.planner.simulator.links import Narrow
 
 _SAME = 1e-12
 """How far apart, of their size, two times or rates are taken to be the same."""
@@ -36,8 +37,8 @@ class _Uses(NamedTuple):
     operations, 1 / bytes.
     """
 
-    starts: Ints
-    port: Ints
+    starts: Narrow
+    port: Narrow
     seconds: Floats
     user: Ints
     weight: Floats
@@ -119,8 +120,8 @@ def fair_sharing(graph: Graph) -> tuple[Floats, Floats]:
 @numba.njit(cache=True)
 def _run(
     seconds: Floats,
-    dep_starts: Ints,
-    deps: Ints,
+    dep_starts: Narrow,
+    deps: Narrow,
     collective: NDArray[np.bool_],
     uses: _Uses,
     lists: _Lists,
@@ -302,7 +303,7 @@ def _hasten(
 
 
 @numba.njit(cache=True)
-def _weights(use_starts: Ints, use_bytes: Floats) -> Floats:
+def _weights(use_starts: Narrow, use_bytes: Floats) -> Floats:
     """Return 1 / bytes of each operation's fullest port: equal weights are equal bytes/s."""
     weights = np.ones(len(use_starts) - 1)
     for i in range(len(weights)):
@@ -315,7 +316,7 @@ def _weights(use_starts: Ints, use_bytes: Floats) -> Floats:
 
 
 @numba.njit(cache=True)
-def _reversed(dep_starts: Ints, deps: Ints) -> tuple[Ints, Ints]:
+def _reversed(dep_starts: Narrow, deps: Narrow) -> tuple[Ints, Ints]:
     """Return, for each operation, which ones wait for it, in the same form."""
     count = len(dep_starts) - 1
     starts = np.zeros(count + 1, dtype=np.int64)

@@ -8,6 +8,7 @@ computes forward again where the workload recomputes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -19,7 +20,7 @@ from hexiseq_triton.planner.problem import Work
 from hexiseq_triton.planner.rates import Floats, Ints, together
 from hexiseq_triton.planner.simulator.attention import Attention
 from hexiseq_triton.planner.simulator.conditions import Conditions
-from hexiseq_triton.planner.simulator.direct import direct
+from hexiseq_triton.planner.simulator.direct import Direct
 from hexiseq_triton.planner.simulator.double_ring import double_ring
 from hexiseq_triton.planner.simulator.gathered import gathered
 from hexiseq_triton.planner.simulator.graph import (
@@ -32,8 +33,8 @@ from hexiseq_triton.planner.simulator.graph import (
 )
 from hexiseq_triton.planner.simulator.links import Links, Uses
 from hexiseq_triton.planner.simulator.replicas import ReplicaView, replica_views
-from hexiseq_triton.planner.simulator.rings import ring
-from hexiseq_triton.planner.simulator.rounds import Rounds, rounds_of
+from hexiseq_triton.planner.simulator.rings import Rotation
+from hexiseq_triton.planner.simulator.rounds import rounds_of
 from hexiseq_triton.planner.traffic import BF16, FLOAT32, all_to_all
 
 Mode = Literal["direct", "async", "streamed", "lockstep", "double_ring", "all_gather"]
@@ -65,14 +66,20 @@ class Compiler:
         return result
 
     @cached_property
-    def _rounds(self) -> dict[int, Rounds]:
-        """The runtime's transfers of each replica, by its first row."""
-        exchange = self.cost.problem.exchange
-        node = self.cost.problem.rates.node
-        return {
-            int(view.rows[0]): rounds_of(view, exchange, exchange.spreads(node[view.rank]))
-            for view in self.views
-        }
+    def _exchanges(self) -> list[Callable[[Attention], Ints]]:
+        """What adds attention of each of `views`."""
+        return [self._exchange(view) for view in self.views]
+
+    def _exchange(self, view: ReplicaView) -> Callable[[Attention], Ints]:
+        links, exchange = self.links, self.cost.problem.exchange
+        if self.mode == "direct":
+            spread = exchange.spreads(links.rates.node[view.rank])
+            return Direct(links, view, rounds_of(view, exchange, spread)).add
+        if self.mode == "all_gather":
+            return gathered
+        if self.mode == "double_ring":
+            return double_ring
+        return Rotation(links, view, self.mode, exchange.chunk_tokens).add
 
     def builder(self) -> Builder:
         return Builder(self.links.num_ports)
@@ -139,20 +146,11 @@ class Compiler:
         rank = self.cost.rows.rank[alone]
         builder.compute(ops, ATTENTION, rank, seconds[alone], flops[alone])
         builder.after(ops, begin[alone])
-        exchange = self.cost.problem.exchange
-        for view in self.views:
+        for view, exchange in zip(self.views, self._exchanges, strict=True):
             at = view.rows
-            attention = Attention(
-                builder, self.links, view, seconds[at], flops[at], begin[at], backward
+            done[at] = exchange(
+                Attention(builder, self.links, view, seconds[at], flops[at], begin[at], backward)
             )
-            if self.mode == "direct":
-                done[at] = direct(attention, self._rounds[int(at[0])])
-            elif self.mode == "all_gather":
-                done[at] = gathered(attention)
-            elif self.mode == "double_ring":
-                done[at] = double_ring(attention)
-            else:
-                done[at] = ring(attention, self.mode, exchange.chunk_tokens)
         return done
 
     def _shuffled(self, builder: Builder, ready: Ints, width: Floats, calls: int) -> Ints:
@@ -166,7 +164,8 @@ class Compiler:
         )
         latency = np.where(rows.group_sizes > 1, calls * rows.most(latency), 0.0)
         uses = self.links.all_to_all(rows.rank, all_to_all(rows, width))
-        builder.collective(ops, ALL_TO_ALL, latency, uses._replace(at=rows.group[uses.at]))
+        groups = rows.group.astype(np.int32)
+        builder.collective(ops, ALL_TO_ALL, latency, uses._replace(at=groups[uses.at]))
         return ops[rows.group]
 
     def _widths(self, backward: bool) -> tuple[Floats, Floats]:

@@ -27,11 +27,15 @@ _MOST_USES = 6
 """Of one transfer: port, NIC and uplink of each end."""
 
 
+Narrow = NDArray[np.int32]
+"""Numbers of operations, ranks and ports in graphs: so many that fresh memory costs most."""
+
+
 class Uses(NamedTuple):
     """Ports that operations use: arrays over uses. `at` is the place of the operation."""
 
-    at: Ints
-    port: Ints
+    at: Narrow
+    port: Narrow
     num_bytes: Floats
     seconds: Floats
 
@@ -62,32 +66,26 @@ class Links:
         result: Floats = nics / self.conditions.oversubscription
         return result
 
-    def latency(self, sender: Ints, receiver: Ints) -> Floats:
-        """Return seconds before bytes flow."""
-        rates = self.rates
-        near = rates.node[sender] == rates.node[receiver]
-        result: Floats = np.where(
-            near, rates.in_node_latency[receiver], rates.across_latency[receiver]
-        )
-        return result
-
-    def point_to_point(self, sender: Ints, receiver: Ints, num_bytes: Floats) -> Uses:
-        """Return the ports of transfers; empty ones use none."""
+    def point_to_point(
+        self, sender: Ints, receiver: Ints, num_bytes: Floats
+    ) -> tuple[Floats, Uses]:
+        """Return seconds before bytes flow, and the ports of transfers; empty ones use none."""
         rates = self.rates
         uplink = self._uplink if self.conditions.oversubscription > 1 else np.zeros(0)
-        return Uses(
-            *_point_to_point(
-                np.ascontiguousarray(sender),
-                np.ascontiguousarray(receiver),
-                np.ascontiguousarray(num_bytes),
-                rates.node,
-                rates.shares_port,
-                rates.in_node,
-                rates.across,
-                uplink,
-                self.conditions.copy_engine,
-            )
+        latency, at, port, size, seconds = _point_to_point(
+            np.ascontiguousarray(sender),
+            np.ascontiguousarray(receiver),
+            np.ascontiguousarray(num_bytes),
+            rates.node,
+            rates.shares_port,
+            rates.in_node,
+            rates.across,
+            rates.in_node_latency,
+            rates.across_latency,
+            uplink,
+            self.conditions.copy_engine,
         )
+        return latency, Uses(at, port, size, seconds)
 
     def all_to_all(self, rank: Ints, traffic: Ports) -> Uses:
         """Return the ports of all-to-alls, of each row's rank; across nodes they reach less."""
@@ -131,7 +129,8 @@ class Links:
             index = np.flatnonzero(used)
             size = num_bytes[index]
             found.append((index, kind * self.world_size + whose[index], size, size / rate[index]))
-        return Uses(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        at, port, num_bytes, seconds = (np.concatenate(part) for part in zip(*found, strict=True))
+        return Uses(at.astype(np.int32), port.astype(np.int32), num_bytes, seconds)
 
 
 @numba.njit(cache=True)
@@ -143,18 +142,21 @@ def _point_to_point(
     shares_port: NDArray[np.bool_],
     in_node: Floats,
     across: Floats,
+    in_node_latency: Floats,
+    across_latency: Floats,
     uplink: Floats,
     copy_engine: bool,
-) -> tuple[Ints, Ints, Floats, Floats]:
-    """Return the uses of transfers, one after the other; without uplinks none counts."""
+) -> tuple[Floats, Narrow, Narrow, Floats, Floats]:
+    """Return latency and uses of transfers, one after the other; without uplinks none counts."""
     world, most = len(node), _MOST_USES * len(sender)
-    at, port = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    at, port = np.empty(most, dtype=np.int32), np.empty(most, dtype=np.int32)
     size, seconds = np.empty(most), np.empty(most)
-    found = 0
+    latency, found = np.zeros(len(sender)), 0
     for i in range(len(sender)):
         if num_bytes[i] <= 0:
             continue
         near = node[sender[i]] == node[receiver[i]]
+        latency[i] = in_node_latency[receiver[i]] if near else across_latency[receiver[i]]
         first = found
         for inwards in range(2):
             rank = receiver[i] if inwards else sender[i]
@@ -175,4 +177,13 @@ def _point_to_point(
             seconds[found] = num_bytes[i] / in_node[sender[i]]
             found += 1
         at[first:found], size[first:found] = i, num_bytes[i]
-    return at[:found], port[:found], size[:found], seconds[:found]
+    return latency, at[:found], port[:found], size[:found], seconds[:found]
+
+
+@numba.njit(cache=True)
+def port_seconds(port: Narrow, seconds: Floats, num_ports: int) -> Floats:
+    """Return how long each port is at work; numpy would first widen all numbers."""
+    found = np.zeros(num_ports)
+    for i in range(len(port)):
+        found[port[i]] += seconds[i]
+    return found

@@ -12,8 +12,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from hexiseq_triton.planner.rates import Floats, Ints
+from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.simulator.graph import Graph
+from hexiseq_triton.planner.simulator.links import Narrow
 
 
 def longest_path(graph: Graph) -> tuple[Floats, Floats]:
@@ -34,11 +35,11 @@ def longest_path(graph: Graph) -> tuple[Floats, Floats]:
 @numba.njit(cache=True)
 def _longest_path(
     seconds: Floats,
-    peer: Ints,
-    dep_starts: Ints,
-    deps: Ints,
-    use_starts: Ints,
-    use_port: Ints,
+    peer: Narrow,
+    dep_starts: Narrow,
+    deps: Narrow,
+    use_starts: Narrow,
+    use_port: Narrow,
     use_seconds: Floats,
     num_ports: int,
 ) -> tuple[Floats, Floats]:

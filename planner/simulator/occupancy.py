@@ -8,13 +8,13 @@ import numpy as np
 from hexiseq_triton.planner.rates import Floats, Ints
 from hexiseq_triton.planner.rows import sums_by
 from hexiseq_triton.planner.simulator.graph import COMPUTING, Graph
-from hexiseq_triton.planner.simulator.links import COPY_ENGINE
+from hexiseq_triton.planner.simulator.links import COPY_ENGINE, port_seconds
 
 
 def computing_seconds(graph: Graph, start: Floats, stop: Floats, world_size: int) -> Floats:
     """Return how long each rank computes."""
     ops = computing_ops(graph)
-    return sums_by(graph.rank[ops], (stop - start)[ops], world_size)
+    return sums_by(graph.rank[ops].astype(np.int64), (stop - start)[ops], world_size)
 
 
 def exposed_seconds(graph: Graph, start: Floats, stop: Floats, world_size: int) -> Floats:
@@ -37,7 +37,7 @@ def exposed_seconds(graph: Graph, start: Floats, stop: Floats, world_size: int) 
 
 def fullest_port_seconds(graph: Graph) -> float:
     """Return how long the fullest port is at work in all: no section can be shorter."""
-    return float(sums_by(graph.use_port, graph.use_seconds, 1).max())
+    return float(port_seconds(graph.use_port, graph.use_seconds, graph.num_ports).max())
 
 
 def computing_ops(graph: Graph) -> Ints:
@@ -50,7 +50,8 @@ def moved_by(graph: Graph, world_size: int) -> tuple[Ints, Ints]:
     """Return which operation moves bytes through which rank's ports, each pair once."""
     op = np.repeat(np.arange(len(graph)), np.diff(graph.use_starts))
     kept = graph.use_port < COPY_ENGINE * world_size
-    pair = np.unique(op[kept] * world_size + graph.use_port[kept] % world_size)
+    rank = graph.use_port[kept].astype(np.int64) % world_size
+    pair = np.unique(op[kept] * world_size + rank)
     return pair // world_size, pair % world_size
 
 

@@ -15,6 +15,7 @@ In backward the gradients of keys and values follow their block round the ring, 
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -22,39 +23,31 @@ import numpy as np
 
 from hexiseq_triton.planner.exchange import ANSWER
 from hexiseq_triton.planner.rates import Floats, Ints
-from hexiseq_triton.planner.simulator.attention import Attention, Hops, Slowed
+from hexiseq_triton.planner.simulator.attention import Attention, Hops
+from hexiseq_triton.planner.simulator.links import Links
+from hexiseq_triton.planner.simulator.replicas import ReplicaView
 
 Ring = Literal["lockstep", "async", "streamed"]
 MOST_CHUNKS = 256
 """About how many chunks a stream is cut into at most, so that graphs stay small."""
 
 
-def ring(attention: Attention, mode: Ring, chunk_tokens: int) -> Ints:
-    """Add one replica's attention with a ring; return what its rows wait for at the end.
+class Rotation:
+    """One replica's ring; its passes share what depends on the layout alone.
 
-    Args:
-        attention: the replica's.
-        mode: which ring.
-        chunk_tokens: most tokens of a streamed chunk, unless that makes too many.
-    """
-    return _Rotation(attention, mode, chunk_tokens).add()
-
-
-class _Rotation:
-    """Blocks in the order in which they come to each group, and their operations, [steps, ..].
-
-    Step t works on block t of a group: 0 is its own, merged where it is several chunks.
+    Blocks stand in the order in which they come to each group, and operations are [steps, ..]. Step
+    t works on block t of a group: 0 is its own, merged where it is several chunks.
     """
 
-    def __init__(self, attention: Attention, mode: Ring, chunk_tokens: int) -> None:
-        self.attention = attention
-        self.mode = mode
-        view = self.view = attention.view
+    def __init__(self, links: Links, view: ReplicaView, mode: Ring, chunk_tokens: int) -> None:
+        """Cut blocks, where they are streamed, into chunks of `chunk_tokens` or not too many."""
+        self.links, self.view, self.mode = links, view, mode
         self.sender = view.servers[view.group[view.entry_row] - 1, np.arange(len(view.entry_row))]
         self.chunks = _chunks(view.tokens, chunk_tokens if mode == "streamed" else None)
         self.steps = int(self.chunks.sum())
         self.owner = _owners(self.chunks)
-        self._take()
+        to = view.group[view.entry_row]
+        self.arrives = to != self.owner[to].T  # [steps, entries]; the last ones bring their own
 
     def _take(self) -> None:
         """Take the numbers of all operations, step by step."""
@@ -62,23 +55,25 @@ class _Rotation:
         gates = {"lockstep": 1, "async": rows, "streamed": 0}[self.mode]
         gradients = entries if self.attention.backward else 0
         widths = (gates, gradients, rows, entries)
-        ops = self.attention.builder.take((self.steps + 1) * sum(widths))
-        ops = ops.reshape(self.steps + 1, sum(widths))
+        self.width = sum(widths)
+        ops = self.attention.builder.take((self.steps + 1) * self.width)
+        ops = ops.reshape(self.steps + 1, self.width)
         edges = np.cumsum((0, *widths))
         gate, self.gradient, self.computing, self.hop = (
             ops[:, a:b] for a, b in pairwise(edges.tolist())
         )
         self.gate = np.broadcast_to(gate, (self.steps + 1, rows)) if gates else gate
 
-    def add(self) -> Ints:
-        """Add everything; return what rows wait for at the end."""
-        keys, gradients = self._moved()
-        slowed = self.attention.slowed(*keys, *gradients)
-        self._compute(slowed)
-        for hops in keys:  # step t's keys travel in the section of the step before
-            self.attention.move(self.hop[:-1], slowed, hops)
+    def add(self, attention: Attention) -> Ints:
+        """Add one direction of attention; return what its rows wait for at the end."""
+        self.attention = attention
+        self._take()
+        gradients = [self._gradients] if attention.backward else []
+        slowed = attention.slowed(self._keys, *gradients)
+        attention.compute(self.computing, slowed, self._shares)
+        attention.move(self.hop[:-1], slowed, self._keys)  # step t's travel in the step before
         for hops in gradients:
-            self.attention.move(self.gradient[1:], slowed, hops, gradients=True)
+            attention.move(self.gradient[1:], slowed, hops, gradients=True)
         wait = {
             "lockstep": self._wait_in_step,
             "async": self._wait_for_blocks,
@@ -87,28 +82,37 @@ class _Rotation:
         wait[self.mode]()
         return self._done()
 
-    def _moved(self) -> tuple[list[Hops], list[Hops]]:
-        """Return the transfers of blocks 1, 2, .. to each entry, and of their gradients."""
-        view, entry_row = self.view, self.view.entry_row
-        to = view.group[entry_row]
-        owner = self.owner[to].T  # [steps, entries]
+    @cached_property
+    def _num_bytes(self) -> Floats:
+        """Of blocks 1, 2, .. to each entry."""
+        view = self.view
+        owner = self.owner[view.group[view.entry_row]].T  # [steps, entries]
         per_chunk = view.tokens[owner] / self.chunks[owner]
-        num_bytes = view.bytes_per_token * view.entry_heads * per_chunk
-        sender, receiver = (
-            np.broadcast_to(row, owner.shape).ravel() for row in (entry_row[self.sender], entry_row)
-        )
-        arrives = np.where(owner == to, 0.0, num_bytes)  # its own are there
-        keys = [self.attention.hops(sender, receiver, arrives)]
-        if not self.attention.backward:
-            return keys, []
-        return keys, [self.attention.hops(sender, receiver, ANSWER * num_bytes)]
+        result: Floats = view.bytes_per_token * view.entry_heads * per_chunk
+        return result
 
-    def _compute(self, slowed: Slowed) -> None:
-        group = self.view.group
-        by_block = np.take_along_axis(self.view.share / self.chunks, self.owner, axis=1)
+    @cached_property
+    def _keys(self) -> Hops:
+        return self._hops(np.where(self.arrives, self._num_bytes, 0.0))
+
+    @cached_property
+    def _gradients(self) -> Hops:
+        return self._hops(ANSWER * self._num_bytes)
+
+    def _hops(self, num_bytes: Floats) -> Hops:
+        row = self.view.entry_row
+        sender, receiver = (
+            np.broadcast_to(end, num_bytes.shape).ravel() for end in (row[self.sender], row)
+        )
+        return Hops.between(self.links, self.view, (sender, receiver), num_bytes)
+
+    @cached_property
+    def _shares(self) -> Floats:
+        """What part of a row's attention each step is."""
+        group, share = self.view.group, self.view.share
+        by_block = np.take_along_axis(share / self.chunks, self.owner, axis=1)
         by_block[self.owner == np.arange(len(self.owner))[:, None]] = 0.0
-        share = np.vstack([np.diag(self.view.share)[group], by_block[group].T])
-        self.attention.compute(self.computing, slowed, share)
+        return np.vstack([np.diag(share)[group], by_block[group].T])
 
     def _wait_in_step(self) -> None:
         """Let each step begin on all ranks together, and its transfers with it."""
@@ -128,7 +132,7 @@ class _Rotation:
         after(self.gate[0], self.attention.begin)
         after(self.gate[1:], self.computing[:-1])
         after(self.computing, self.gate)
-        at, entry = self._arrivals()
+        at, entry = np.nonzero(self.arrives)
         after(self.gate[at + 1, row[entry]], self.hop[at, entry])
         after(self.hop, self.gate[:, row])
         after(self.hop[0], self.attention.begin[row[self.sender]])
@@ -140,12 +144,12 @@ class _Rotation:
 
     def _wait_in_streams(self) -> None:
         """Let chunks be worked on and handed on as they come, each in its order."""
-        after, view = self.attention.builder.after, self.view
+        after, view, number = self.attention.builder.after, self.view, self._number
         row, begin = view.entry_row, self.attention.begin
         after(self.computing[0], begin)
         after(self.computing[1:], self.computing[:-1])
-        at, entry = self._arrivals()
-        after(self.computing[at + 1, row[entry]], self.hop[at, entry])
+        at, entry = np.nonzero(self.arrives)
+        after(number(self.computing, at + 1, row[entry]), number(self.hop, at, entry))
         after(self.hop[1:], self.hop[:-1])
         after(self.hop[0], begin[row[self.sender]])
         own = self.chunks[view.group[row[self.sender]]]  # of each entry's sender
@@ -153,18 +157,18 @@ class _Rotation:
         there = block - own  # the block's number at its sender; up to 0 it is the sender's own
         at, entry = np.nonzero(there > 0)
         earlier = there[at, entry]
-        after(self.hop[at, entry], self.hop[earlier - 1, self.sender[entry]])
+        sender = self.sender[entry]
+        after(number(self.hop, at, entry), number(self.hop, earlier - 1, sender))
         if self.attention.backward:
-            worked = self.computing[np.maximum(there, 0), row[self.sender]]
+            worked = number(self.computing, np.maximum(there, 0), row[self.sender])
             after(self.gradient[1:], worked)
             after(self.gradient[2:], self.gradient[1:-1])
-            after(self.gradient[at + 1, entry], self.gradient[earlier, self.sender[entry]])
+            after(number(self.gradient, at + 1, entry), number(self.gradient, earlier, sender))
 
-    def _arrivals(self) -> tuple[Ints, Ints]:
-        """Return which hops bring a block, by step and entry: the last ones would bring its own."""
-        to = self.view.group[self.view.entry_row]
-        at, entry = np.nonzero(to != self.owner[to].T)
-        return at, entry
+    def _number(self, ops: Ints, step: Ints, column: Ints) -> Ints:
+        """Return `ops[step, column]`, sooner than numpy does."""
+        result: Ints = ops[0, 0] + self.width * step + column
+        return result
 
     def _done(self) -> Ints:
         builder = self.attention.builder

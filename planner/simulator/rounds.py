@@ -31,36 +31,6 @@ _MOST_TRANSFERS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Transfers of each row as one of their two ends: who waits for whom.
-
-    Attributes:
-        row: the end of each transfer.
-        later: transfers that wait for another one of their row ...
-        before: ... and which.
-        first: transfers that none of their round precedes so.
-        last: transfers that none of their round follows so. Who waits for a round, waits for these.
-    """
-
-    row: Ints
-    later: Ints
-    before: Ints
-    first: Ints
-    last: Ints
-
-    @classmethod
-    def of(cls, row: Ints, at: Ints) -> Turns:
-        """Return the turns of transfers in their order, of rows and rounds."""
-        order = np.argsort(row, kind="stable")
-        before, later = order[:-_AT_A_TIME], order[_AT_A_TIME:]
-        alike = row[before] == row[later]
-        together = alike & (at[before] == at[later])
-        first, last = np.ones(len(row), dtype=bool), np.ones(len(row), dtype=bool)
-        first[later[together]] = last[before[together]] = False
-        return cls(row, later[alike], before[alike], np.flatnonzero(first), np.flatnonzero(last))
-
-
-@dataclass(frozen=True)
 class Rounds:
     """Transfers in their order, and what rows do besides.
 
@@ -69,7 +39,10 @@ class Rounds:
         sender: the entry that it comes from.
         receiver: the entry that it goes to.
         tokens: what it carries.
-        ends: its turns as a transfer of its sender, and of its receiver.
+        ends: [2, transfers], the rows of sender and receiver.
+        before: [2, transfers], which transfer of its round has to be over at each end; -1 is none.
+        last: [rounds + 3, rows, 4], the last transfers of each round that a row sends, and that it
+            receives; -1 is none, as in round 0 and in two after the last, or before the first.
         own: [rounds + 2, rows], what part of its own keys a row works on in backward: before the
             rounds, after each, and at the end.
         room: [rounds + 1, rows], which round has to be worked on before a row's keys come; 0 is
@@ -80,7 +53,9 @@ class Rounds:
     sender: Ints
     receiver: Ints
     tokens: Floats
-    ends: tuple[Turns, Turns]
+    ends: Ints
+    before: Ints
+    last: Ints
     own: Floats
     room: Ints
 
@@ -111,17 +86,17 @@ def rounds_of(view: ReplicaView, exchange: ExchangePlan, spread: bool) -> Rounds
     )
     chunks = (need - need.min(initial=np.inf)) / chunk_tokens
     at = (chunks + CLOSE).astype(np.int64) // exchange.window + 1
-    order = np.argsort(need, kind="stable")
-    ends_of = view.entry_row[sender[order]], view.entry_row[receiver[order]]
-    order = order[np.argsort(_turns(at[order], *ends_of, len(view.rank)), kind="stable")]
-    at, sender, receiver = at[order], sender[order], receiver[order]
+    ends = view.entry_row[np.stack([sender, receiver])]
+    order = _in_turns(np.argsort(need, kind="stable"), at, ends, len(view.rank))
+    at, ends = at[order], np.take(ends, order, axis=1)
     arrives = np.zeros((int(at.max(initial=0)) + 1, len(view.rank)), dtype=np.bool_)
-    arrives[at, view.entry_row[receiver]] = True
+    arrives[at, ends[1]] = True
     heads = np.diff(view.kv_ranges, axis=1)[:, 0]
     round_tokens = exchange.window * chunk_tokens
     own = _own_shares(arrives, heads, view.tokens[view.group], round_tokens)
-    ends = Turns.of(view.entry_row[sender], at), Turns.of(view.entry_row[receiver], at)
-    return Rounds(at, sender, receiver, tokens[order], ends, own, _rooms(arrives))
+    waits = _one_after_another(at, ends, len(view.rank))
+    moved = at, sender[order], receiver[order], tokens[order], ends
+    return Rounds(*moved, *waits, own, _rooms(arrives))
 
 
 _others_turn = numba.njit(cache=True)(others_turn)
@@ -206,24 +181,44 @@ def _needed(
 
 
 @numba.njit(cache=True)
-def _turns(at: Ints, sender: Ints, receiver: Ints, rows: int) -> Ints:
-    """Return numbers to sort by: in each round, the first turn in which both ends are free."""
-    most = len(at) + 1
-    turns = np.empty(len(at), dtype=np.int64)
-    begin = 0
-    while begin < len(at):
+def _in_turns(order: Ints, at: Ints, ends: Ints, rows: int) -> Ints:
+    """Return the order in each round by turn: the first in which both ends are free."""
+    count, begin = len(order), 0
+    found, turns = np.empty_like(order), np.empty_like(order)
+    while begin < count:
         end = begin
-        while end < len(at) and at[end] == at[begin]:
+        while end < count and at[order[end]] == at[order[begin]]:
             end += 1
         busy = np.zeros((2, rows, end - begin), dtype=np.bool_)
+        taken = np.zeros(end - begin + 1, dtype=np.int64)
         for i in range(begin, end):
-            turn = 0
-            while busy[0, sender[i], turn] or busy[1, receiver[i], turn]:
+            turn, sender, receiver = 0, ends[0, order[i]], ends[1, order[i]]
+            while busy[0, sender, turn] or busy[1, receiver, turn]:
                 turn += 1
-            busy[0, sender[i], turn] = busy[1, receiver[i], turn] = True
-            turns[i] = at[i] * most + turn
+            busy[0, sender, turn] = busy[1, receiver, turn] = True
+            turns[i] = turn
+            taken[turn + 1] += 1
+        places = begin + np.cumsum(taken)
+        for i in range(begin, end):
+            found[places[turns[i]]] = order[i]
+            places[turns[i]] += 1
         begin = end
-    return turns
+    return found
+
+
+@numba.njit(cache=True)
+def _one_after_another(at: Ints, ends: Ints, rows: int) -> tuple[Ints, Ints]:
+    """Return `before` and `last` of transfers in their order."""
+    before = np.full((2, len(at)), -1)
+    last = np.full((at[-1] + 3 if len(at) else 3, rows, 2 * _AT_A_TIME), -1)
+    for i in range(len(at)):
+        for end in range(2):
+            under_way, first = last[at[i], ends[end, i]], end * _AT_A_TIME
+            before[end, i] = under_way[first]
+            for place in range(first, first + _AT_A_TIME - 1):
+                under_way[place] = under_way[place + 1]
+            under_way[first + _AT_A_TIME - 1] = i
+    return before, last
 
 
 @numba.njit(cache=True)

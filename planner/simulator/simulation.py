@@ -200,8 +200,8 @@ def layer_seconds(
     """
     compiler = Compiler(cost, *_checked(cost, mode, engine, conditions), fsdp=False)
     forward, backward = (
-        _drawn(compiler, graph, engine, (index, 0))[1]
-        for index, graph in enumerate((compiler.forward(), compiler.backward()))
+        _drawn(compiler, graph(), engine, (index, 0))[1]
+        for index, graph in enumerate((compiler.forward, compiler.backward))
     )
     return forward, backward
 

@@ -159,11 +159,10 @@ def _settled(tokens: Ints, heads: Ints, unit: int, members: Members) -> float:
     """Move heads and tokens while that helps; return the seconds then."""
     held = kv_heads_held(heads, int(members.shared[Q_PER_KV]))
     best = group_seconds(tokens, heads, held, members)
-    a_head = np.int64(_A_HEAD)  # for a constant numba would compile all of it once more
     for _ in range(_MOST_PASSES):
         before = best
         best = _move_tokens(best, tokens, heads, unit, members)
-        best = _moved_around(best, tokens, heads, a_head, unit, members)
+        best = _moved_around(best, tokens, heads, _A_HEAD, unit, members)
         if best >= before * (1 - 1e-12):
             break
     return best

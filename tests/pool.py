@@ -91,12 +91,13 @@ def _serve(
 class Pool:
     """`world_size` processes that have met; use as a context manager.
 
-    With backend "nccl" process r uses GPU r.
+    With backend "nccl" process r uses GPU r. `afresh` starts processes that may use GPUs with gloo.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        context = mp.get_context("forkserver" if backend == "gloo" else "spawn")
-        if backend == "gloo":
+    def __init__(self, world_size: int, backend: str = "gloo", *, afresh: bool = False) -> None:
+        forked = backend == "gloo" and not afresh
+        context = mp.get_context("forkserver" if forked else "spawn")
+        if forked:
             context.set_forkserver_preload(IMPORTED)
             # else the server would import from the folder it is started in
             with patch.dict(os.environ, PYTHONSAFEPATH="1"):

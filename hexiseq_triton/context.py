@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -24,6 +24,7 @@ from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
 from hexiseq_triton.exchange import MessageRoutes
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.loss import token_mean
+from hexiseq_triton.mapper import Mapper
 from hexiseq_triton.peer_memory import PeerMemory, open_peer_memory
 from hexiseq_triton.peer_routes import PeerRoutes, open_peer_routes
 from hexiseq_triton.planner import Plan
@@ -173,17 +174,15 @@ class ParallelContext:
             return
         group = self.heads.group
         if group is not None:
-            gather = self._gather_in(group, "memory")
             self.peer_memory, self.heads_path = open_peer_memory(
-                group, self.device, timeout, gather, "the head all-to-all"
+                self._mapper(group, "memory"), timeout, "the head all-to-all"
             )
         group = self.routes.group
         if group is not None and self.routes is not self.heads:
             process = {process: rank for rank, process in self._world_ranks.items()}
             ranks = [process[number] for number in dist.get_process_group_ranks(group)]
-            gather = self._gather_in(group, "routes")
             self.peer_routes, self.routes_path = open_peer_routes(
-                group, ranks, self.rank, self.device, timeout, gather
+                self._mapper(group, "routes"), ranks, self.rank, timeout
             )
 
     def send_messages(self) -> None:
@@ -193,10 +192,24 @@ class ParallelContext:
         self.peer_memory = self.peer_routes = None
         self.heads_path = self.routes_path = "NCCL" if self.device.type == "cuda" else "gloo"
 
-    def _gather_in(self, group: dist.ProcessGroup, name: str) -> Callable[[str], Sequence[str]]:
-        """Return what tells every rank's answer in a group to all of them."""
+    def _mapper(self, group: dist.ProcessGroup, name: str) -> Mapper:
+        """Return what maps buffers in a group; ranks agree under `name`."""
         ranks = dist.get_process_group_ranks(group)
-        return lambda answer: self._agreement.gather(f"{name}/{ranks[0]}", ranks, answer)
+
+        def gather(answer: str) -> list[str]:
+            return self._agreement.gather(f"{name}/{ranks[0]}", ranks, answer)
+
+        return Mapper(group, self.device, gather, lambda: self._alone)
+
+    @cached_property
+    def _alone(self) -> dist.ProcessGroup:
+        """A group of this rank, which needs no other to be made."""
+        ranks = [dist.get_rank()]
+        found: dist.ProcessGroup = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True
+        )
+        self._groups.append(found)
+        return found
 
     @property
     def paths(self) -> str:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hexiseq_triton.mapper import Mapper
 
 _GRANULE = 32 << 20  # bytes; buffers grow in such steps
 _BARRIER_CHANNEL = 0
@@ -29,19 +31,17 @@ class PeerMemory:
     """The buffers of the ranks of one group, each in two parts; they grow as needed.
 
     Args:
-        group: ranks of one host whose GPUs reach each other, see `obstacle`.
-        device: this rank's GPU.
+        mapper: of the group.
         timeout: how long a barrier waits for the slowest rank before it stops the program.
 
     Attributes:
         out: byte at which the second part begins.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
-        self._group = group
-        self._device = device
+    def __init__(self, mapper: Mapper, timeout: timedelta) -> None:
+        self._mapper = mapper
         self._timeout_ms = int(timeout.total_seconds() * 1e3)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=mapper.device)
         self._handle: Any = None
         self.out = 0
 
@@ -52,19 +52,15 @@ class PeerMemory:
         """
         if in_bytes <= self.out and out_bytes <= self._buffer.nbytes - self.out:
             return
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         if self._handle is not None:  # others may still read what is about to go
-            torch.cuda.synchronize(self._device)
-            dist.barrier(self._group)
+            torch.cuda.synchronize(self._mapper.device)
+            dist.barrier(self._mapper.group)
         in_bytes = _rounded(max(in_bytes, self.out))
         out_bytes = _rounded(max(out_bytes, self._buffer.nbytes - self.out))
         self._handle = None
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-        size = in_bytes + out_bytes
-        self._buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
-        self._handle = symmetric_memory.rendezvous(self._buffer, self._group)
+        self._buffer = self._buffer.new_empty(0)  # room for the next one
+        self._buffer, self._handle = self._mapper.map((in_bytes + out_bytes,), torch.uint8)
         self.out = in_bytes
 
     def local(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -92,31 +88,27 @@ class PeerMemory:
 
 
 def open_peer_memory(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout: timedelta,
-    gather: Callable[[str], Sequence[str]],
-    what: str,
-    obstacle: str = "",
+    mapper: Mapper, timeout: timedelta, what: str, obstacle: str = ""
 ) -> tuple[PeerMemory | None, str]:
     """Return the memory of a group, or None, and which path its transfers take.
 
     Args:
-        gather: returns every rank's answer in the group; all ranks then decide alike.
+        mapper: of the group, whose ranks then decide alike.
+        timeout: how long a barrier waits for the slowest rank.
         what: the transfers, for the log.
         obstacle: what else stands in this rank's way; "" for nothing.
     """
-    answers = gather(obstacle or _answer(device))
+    answers = mapper.gather(obstacle or mapper.obstacle or _answer(mapper.device))
     obstacles = [answer for answer in answers if not answer.startswith(_HOST)]
     if not obstacles and len(set(answers)) > 1:
         obstacles = ["the group's ranks are on several hosts"]
     if not obstacles:
-        memory = PeerMemory(group, device, timeout)
-        obstacles = [answer for answer in gather(_tried(memory)) if answer]
+        memory = PeerMemory(mapper, timeout)
+        obstacles = [answer for answer in mapper.gather(_tried(memory)) if answer]
         if not obstacles:
             return memory, "symmetric memory"
     path = f"NCCL: {obstacles[0]}"
-    if dist.get_rank(group) == 0:
+    if dist.get_rank(mapper.group) == 0:
         _log.warning("%s of ranks with rank %d takes %s", what, dist.get_rank(), path)
     return None, path
 

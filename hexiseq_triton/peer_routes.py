@@ -11,18 +11,18 @@ then written over. Rounds, pools and sums are those of the messages: `Arrivals` 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from hexiseq_triton.batches import Batch, Exchange
 from hexiseq_triton.channel import Lane, Mark, wait_for
 from hexiseq_triton.exchange import Halves, new_pools
 from hexiseq_triton.heads import KV
 from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.mapper import Mapper
 from hexiseq_triton.peer_memory import open_peer_memory
 from hexiseq_triton.peer_places import Places, Region
 from hexiseq_triton.planner.heads import HeadRange
@@ -150,30 +150,21 @@ class PeerRoutes:
 
 
 def open_peer_routes(
-    group: dist.ProcessGroup,
-    ranks: Sequence[int],
-    rank: int,
-    device: torch.device,
-    timeout: timedelta,
-    gather: Callable[[str], Sequence[str]],
+    mapper: Mapper, ranks: Sequence[int], rank: int, timeout: timedelta
 ) -> tuple[PeerRoutes | None, str]:
     """Return the exchange of a replica by shared memory, or None, and which path it takes.
 
     Args:
-        group: the replica's ranks.
-        ranks: the plan's numbers of its ranks.
+        mapper: of the replica's ranks.
+        ranks: the plan's numbers of them.
         rank: this one's.
-        device: this rank's GPU.
         timeout: how long a rank may wait for another.
-        gather: returns every rank's answer in the group; all ranks then decide alike.
     """
-    memory, path = open_peer_memory(
-        group, device, timeout, gather, "the exchange of keys", counters_obstacle()
-    )
+    memory, path = open_peer_memory(mapper, timeout, "the exchange of keys", counters_obstacle())
     if memory is None:
         return None, path
-    signals = Signals(group, ranks, device, timeout)
-    return PeerRoutes(memory, signals, ranks, rank, device), path
+    signals = Signals(mapper, ranks, timeout)
+    return PeerRoutes(memory, signals, ranks, rank, mapper.device), path
 
 
 class PeerArrivals:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hexiseq_triton.mapper import Mapper
+
 _LOOKS = 8
 """How often within the timeout the thread looks."""
 _log = logging.getLogger(__name__)
@@ -51,36 +53,27 @@ class Signals:
     """The counters of one group of ranks; made by all of them together.
 
     Args:
-        group: ranks of one host whose GPUs reach each other's memory.
+        mapper: of the group.
         names: what its ranks are called where a wait takes too long.
-        device: this rank's GPU.
         timeout: how long a wait may take.
 
     Ranks are numbered as in the group. Counters begin at 0 and only grow.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        names: Sequence[int],
-        device: torch.device,
-        timeout: timedelta,
-    ) -> None:
+    def __init__(self, mapper: Mapper, names: Sequence[int], timeout: timedelta) -> None:
         from cuda.bindings import driver
-        from torch.distributed import _symmetric_memory as symmetric_memory
 
         self._driver = driver
-        self._rank, size = dist.get_rank(group), dist.get_world_size(group)
-        shape = len(Count), size
-        self._counters = symmetric_memory.empty(shape, dtype=torch.int32, device=device)
-        self._handle = symmetric_memory.rendezvous(self._counters, group)
+        self._rank = dist.get_rank(mapper.group)
+        size = dist.get_world_size(mapper.group)
+        self._counters, self._handle = mapper.map((len(Count), size), torch.int32)
         self._counters.zero_()
-        torch.cuda.synchronize(device)
-        dist.barrier(group)  # no peer counts before all counters are 0
+        torch.cuda.synchronize(mapper.device)
+        dist.barrier(mapper.group)  # no peer counts before all counters are 0
         self._bases = self._handle.buffer_ptrs
         self._size = size
         self._names = names
-        self._watch = Watch(timeout, device)
+        self._watch = Watch(timeout, mapper.device)
 
     def send(self, peer: int, what: Count, count: int) -> None:
         """Set this rank's counter at a peer when the current stream gets here."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hexiseq_triton import peer_memory
+from hexiseq_triton.mapper import Mapper
 
 CPU = torch.device("cpu")
 GRANULE = 32 << 20
@@ -24,10 +25,8 @@ def opened(answers: Sequence[str], rank: int, tried: Sequence[str] = ("", "")) -
         mock.patch.object(peer_memory, "_tried", return_value=tried[rank]),
         mock.patch("torch.distributed.get_rank", return_value=rank),
     ):
-        gather = lambda answer: next(rounds)  # noqa: E731
-        return peer_memory.open_peer_memory(
-            mock.Mock(), CPU, timedelta(seconds=1), gather, "the head all-to-all"
-        )
+        mapper = Mapper(mock.Mock(), CPU, lambda answer: next(rounds), mock.Mock())
+        return peer_memory.open_peer_memory(mapper, timedelta(seconds=1), "the head all-to-all")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -60,16 +59,14 @@ def test_ranks_of_one_host_share_memory(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_buffers_grow_part_by_part_and_an_empty_part_takes_nothing() -> None:
-    memory = peer_memory.PeerMemory(mock.Mock(), CPU, timedelta(seconds=1))
     taken = []
 
-    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        taken.append(size // GRANULE)
-        return torch.empty(size, dtype=dtype, device="meta")
+    def mapped(shape: tuple[int], dtype: torch.dtype) -> tuple[torch.Tensor, object]:
+        taken.append(shape[0] // GRANULE)
+        return torch.empty(shape, dtype=dtype, device="meta"), object()
 
+    memory = peer_memory.PeerMemory(mock.Mock(device=CPU, map=mapped), timedelta(seconds=1))
     with (
-        mock.patch("torch.distributed._symmetric_memory.empty", empty),
-        mock.patch("torch.distributed._symmetric_memory.rendezvous"),
         mock.patch("torch.distributed.barrier") as barrier,
         mock.patch("torch.cuda.synchronize"),
     ):

@@ -14,7 +14,7 @@ import torch
 
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
-from hexiseq_triton.flash import check_sink, flash_attn_varlen_func
+from hexiseq_triton.flash import Window, check_sink, flash_attn_varlen_func, options_of
 from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import AttentionOptions, row_dots, state_dtype
 from hexiseq_triton.kernels.rotation import Rotation
@@ -23,7 +23,6 @@ from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.peer_heads import head_exchange
 from hexiseq_triton.ring import Ring
 from hexiseq_triton.rope import RopeLike, as_rope
-from hexiseq_triton.segments import Mask
 
 
 def hexiseq_attention(
@@ -35,7 +34,7 @@ def hexiseq_attention(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rope: RopeLike | None = None,
     learnable_sink: torch.Tensor | None = None,
@@ -55,7 +54,7 @@ def hexiseq_attention(
         softmax_scale: multiplies q . k; D ** -0.5 if left out.
         causal: a query sees no key after its own position.
         window_size: a query sees that many keys to its left and right; -1 is unbounded.
-        softcap: caps scores at c * tanh(s / c); 0.0 is off.
+        softcap: caps scores at c * tanh(s / c), with c up to 1e4; 0.0 is off.
         rope: turns q and k on their way: (cos, sin), each [T, D / 2] or [T, D], for the half-split
             form, or a `Rope`, for interleaved pairs and partial rotary too; without gradients.
         learnable_sink: one more logit of each of the model's query heads, [H] in any floating
@@ -92,8 +91,6 @@ def hexiseq_attention(
             )
         if alibi_slopes is not None:
             raise InputError("alibi_slopes is given; ALiBi is not supported: leave it out")
-        if softcap < 0.0:
-            raise InputError(f"softcap is {softcap}; it must be positive, or 0.0 for none")
         if layout.plan is not context.plan or layout.rank != context.rank:
             raise InputError("the layout belongs to another context; use its own context.shard")
         shape = q.shape
@@ -102,9 +99,7 @@ def hexiseq_attention(
         check_sink(learnable_sink, context.plan.num_heads, q.device)
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise InputError(f"reduce_dtype is {reduce_dtype}; use a floating dtype, or None")
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        mask = Mask.from_flash(causal, window_size)
-        options = AttentionOptions(mask, float(scale), float(softcap))
+        options = options_of(q.shape[-1], softmax_scale, causal, window_size, softcap)
         sink = None
         if learnable_sink is not None:
             sink = learnable_sink.to(state_dtype(q.dtype))
@@ -213,6 +208,11 @@ class _Attention(torch.autograd.Function):
         q_heads, lse, out, cos, sin, *parts = saved
         rotation = None if cos is None else Rotation(cos, sin, ctx.interleaved)
         with context.guard(), context.first_call("backward"):
+            if torch.is_grad_enabled():
+                raise InputError(
+                    "attention's gradients cannot be differentiated again; call backward without "
+                    "create_graph=True"
+                )
             span = context.timeline.span
             heads = head_exchange(context, layout, do)
             kv = dict(zip(ctx.intervals, parts, strict=True))

@@ -10,11 +10,14 @@ the GPU; `None` in a window is -1; `learnable_sink` is there, under flash-attent
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch.autograd import forward_ad
 
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.kernels.ops import packed_forward
-from hexiseq_triton.kernels.options import state_dtype
+from hexiseq_triton.kernels.options import MAX_SOFTCAP, AttentionOptions, state_dtype
 from hexiseq_triton.segments import Mask
 
 Window = tuple[int | None, int | None]
@@ -61,7 +64,7 @@ def flash_attn_varlen_func(
         softmax_scale: multiplies q . k; D ** -0.5 if left out.
         causal: a query sees no key after its own position.
         window_size: a query sees that many keys to its left and right; -1 is unbounded.
-        softcap: caps scores at c * tanh(s / c); 0.0 is off.
+        softcap: caps scores at c * tanh(s / c), with c up to 1e4; 0.0 is off.
         alibi_slopes: only None.
         deterministic: the gradients repeat bit for bit, also where that is slower; all else does
             in any case.
@@ -132,7 +135,7 @@ def flash_attn_func(
     batch, seq_q, num_heads, _ = q.shape
     if k.shape[0] != batch:
         raise InputError(f"k has batch size {k.shape[0]}, q {batch}; they must be alike")
-    starts = torch.arange(batch + 1)
+    starts = torch.arange(batch + 1, device="cpu")  # whatever the default device is
     documents = (starts * seq_q, starts * k.shape[1], None, None)
     out, lse = _attend(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), learnable_sink, documents,
@@ -175,6 +178,17 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
         )
 
 
+def _refuse_tangents(*inputs: torch.Tensor | None) -> None:
+    """Raise if forward-mode differentiation is under way: PyTorch would drop the tangents."""
+    if torch.compiler.is_compiling():
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise InputError(
+            "an input has a tangent (torch.func.jvp, forward_ad): forward-mode differentiation "
+            "is not supported; use torch.autograd.grad"
+        )
+
+
 def check_sink(sink: torch.Tensor | None, num_heads: int, device: torch.device) -> None:
     """Raise an InputError unless the sink is None or fits the query heads."""
     if sink is None:
@@ -186,6 +200,30 @@ def check_sink(sink: torch.Tensor | None, num_heads: int, device: torch.device) 
         )
     if sink.device != device:
         raise InputError(f"learnable_sink is on {sink.device}, q on {device}; move it there")
+
+
+def options_of(
+    head_dim: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+) -> AttentionOptions:
+    """Return mask, scale and softcap as kernels take them.
+
+    Raises:
+        InputError: if scale or softcap is out of range.
+        ConfigError: if a side of the window is below -1.
+    """
+    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    if not 0.0 < scale < math.inf:
+        raise InputError(f"softmax_scale is {scale}; it must be positive and finite")
+    if not 0.0 <= softcap <= MAX_SOFTCAP:
+        raise InputError(
+            f"softcap is {softcap}; it must be positive, at most {MAX_SOFTCAP:g}, or 0.0 for none"
+        )
+    left, right = (-1 if side is None else side for side in window_size)
+    return AttentionOptions(Mask.from_flash(causal, (left, right)), scale, float(softcap))
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
@@ -208,16 +246,9 @@ def _attend(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of packed documents."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if scale <= 0.0:
-        raise InputError(f"softmax_scale is {scale}; it must be positive")
-    if softcap < 0.0:
-        raise InputError(f"softcap is {softcap}; it must be positive, or 0.0 for none")
-    left, right = (-1 if side is None else side for side in window_size)
-    mask = Mask.from_flash(causal, (left, right))
+    _refuse_tangents(q, k, v, sink)
+    mask, scale, cap = options_of(q.shape[-1], softmax_scale, causal, window_size, softcap)
     if sink is not None:
         sink = sink.to(state_dtype(q.dtype)).contiguous()
-    out, lse = packed_forward(
-        q, k, v, sink, *documents, *mask, scale, float(softcap), deterministic
-    )
+    out, lse = packed_forward(q, k, v, sink, *documents, *mask, scale, cap, deterministic)
     return out, lse

@@ -7,6 +7,7 @@ from torch import nn
 
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.flash import Window
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.rope import RopeLike
 
@@ -24,7 +25,7 @@ class HexiSeqAttention(nn.Module):
         *,
         softmax_scale: float | None = None,
         causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: Window = (-1, -1),
         softcap: float = 0.0,
         learnable_sink: bool = False,
         deterministic: bool = False,

@@ -46,7 +46,8 @@ class Mask(NamedTuple):
                 raise ConfigError(
                     f"window_size is {tuple(window_size)}; each side must be -1 (unbounded) or >= 0"
                 )
-        left, right = (None if side == -1 else side for side in window_size)
+        # a side beyond every position is none: a position plus such a number may pass 2**63
+        left, right = (None if side == -1 or side >= _FAR else side for side in window_size)
         return Mask(left, 0 if causal else right)
 
     def keys_of(self, start: int, stop: int) -> RowRange:

@@ -77,7 +77,8 @@ def attention_forward(
     if first:
         o.zero_()
         lse.fill_(-torch.inf)
-    reference.attention_forward(q, k, v, o, lse, q_segments, kv_segments, heads, options)
+    with _without_autocast():
+        reference.attention_forward(q, k, v, o, lse, q_segments, kv_segments, heads, options)
     if out is not None:
         out.copy_(o if sink is None else join_sink(o, lse, sink))
 
@@ -136,7 +137,8 @@ def attention_backward(
     sums = [dq, dk, dv]
     if not accumulate:
         sums = [x.new_zeros(x.shape, dtype=lse.dtype) for x in sums]
-    reference.attention_backward(q, k, v, do, lse, delta, sums[0], sums[1], sums[2], *call)
+    with _without_autocast():
+        reference.attention_backward(q, k, v, do, lse, delta, sums[0], sums[1], sums[2], *call)
     if not accumulate:
         for gradient, total in zip((dq, dk, dv), sums, strict=True):
             gradient.copy_(total)
@@ -158,6 +160,11 @@ def by_reference(q: torch.Tensor) -> bool:
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q is on {q.device}; supported: cpu and cuda")
     return q.device.type == "cpu" or q.dtype == torch.float64
+
+
+def _without_autocast() -> AbstractContextManager[object]:
+    """Keep autocast from rounding the operands of products; on a card it leaves float64 alone."""
+    return torch.autocast("cpu", enabled=False)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from hexiseq_triton.kernels.forms import ALIGNMENT, Form
-from hexiseq_triton.kernels.options import AttentionOptions, HeadMap
+from hexiseq_triton.kernels.options import MAX_SOFTCAP, AttentionOptions, HeadMap
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -44,6 +44,8 @@ class Launch:
             )
         if options.softmax_scale <= 0.0:
             raise ValueError(f"softmax_scale is {options.softmax_scale}; it must be positive")
+        if not options.softcap <= MAX_SOFTCAP:
+            raise ValueError(f"softcap is {options.softcap}; supported: up to {MAX_SOFTCAP:g}")
         self.expect("q", q, tuple(q.shape), q.dtype)
         num_kv_heads = heads.kv_head(self.num_heads - 1) + 1 if self.num_heads else 0
         for name, tensor in (("k", k), ("v", v)):

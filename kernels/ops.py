@@ -14,7 +14,8 @@ whatever the strides of the inputs. So the compiler's idea of the strides cannot
 
 Backward needs delta = rowsum(do * out). The score s of a pair enters lse with the slope p, so a
 gradient of lse only shifts delta:  ds = p (do v^T - (delta - dlse)). Where a sink takes its share,
-p is exp(s - L) and the slope of s in lse is exp(s - lse), so dlse gets the factor exp(L - lse).
+p is exp(s - L) and the slope of s in lse is exp(s - lse). With both, exp(s - lse) is the p of
+backward, and do and delta get the factor exp(lse - L): its inverse could be infinite.
 
 Layout: q, out, do, dq [T, H, D]; k, v, dk, dv [T_kv, H_kv, D]; lse [H, T] and sink, dsink [H] in
 the state dtype. An operator cannot return None: without a sink dsink is [0].
@@ -44,8 +45,12 @@ from hexiseq_triton.segments import Mask
 
 _Call = tuple[Segments, Segments, HeadMap, AttentionOptions]
 
+_ON_HOST = (torch.Tag.cudagraph_unsafe,)
+"""A CUDA graph would repeat the launches of the documents that it was captured with: Inductor is to
+leave the operators out of its graphs (modes "reduce-overhead" and "max-autotune")."""
 
-@torch.library.custom_op("hexiseq_triton::attention_forward", mutates_args=())
+
+@torch.library.custom_op("hexiseq_triton::attention_forward", mutates_args=(), tags=_ON_HOST)
 def packed_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -94,7 +99,7 @@ def packed_forward(
     return out, lse
 
 
-@torch.library.custom_op("hexiseq_triton::attention_backward", mutates_args=())
+@torch.library.custom_op("hexiseq_triton::attention_backward", mutates_args=(), tags=_ON_HOST)
 def packed_backward(
     do: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -127,13 +132,17 @@ def packed_backward(
     delta = row_dots(do, out)
     dq, dk, dv, dsink = _new_gradients(q, k, v, sink)
     if sink is not None:
-        keys_lse, lse = lse, lse_with_sink(lse, sink)
-        dsink.copy_(sink_gradient(sink, lse, delta))
-        if dlse is not None:
-            seen = keys_lse > -torch.inf
-            dlse = dlse * torch.exp(lse - keys_lse).where(seen, torch.ones_like(lse))
+        total = lse_with_sink(lse, sink)
+        dsink.copy_(sink_gradient(sink, total, delta))
+        if dlse is None:
+            lse = total
+        else:
+            share = torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0)
+            do = (do * share.T[..., None]).to(do.dtype)
+            delta *= share
     if dlse is not None:
-        delta -= dlse
+        # lse of a row without keys is constant; merged with its like it has the gradient NaN
+        delta -= dlse.masked_fill(lse == -torch.inf, 0.0)
     attention_backward(
         q, k, v, do, lse, delta, dq, dk, dv, *call, accumulate=False, deterministic=deterministic
     )

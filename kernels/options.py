@@ -9,6 +9,9 @@ import torch
 
 from hexiseq_triton.segments import Mask, Segment
 
+MAX_SOFTCAP = 1e4
+"""The kernels' tanh errs by up to 1e-7, so a capped score by that times the cap."""
+
 
 class AttentionOptions(NamedTuple):
     """The score of query i and key j is `softmax_scale * q_i . k_j`, capped where softcap > 0.

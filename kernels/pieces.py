@@ -61,6 +61,7 @@ class Pieces:
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces = tuple(pieces)
         self._tables: dict[torch.device, Tables] = {}
+        self._arriving: dict[torch.device, torch.cuda.Event] = {}
         self._num_slots: dict[int, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[Piece]:
@@ -86,13 +87,25 @@ class Pieces:
         return self._num_slots[num_tokens]
 
     def tables(self, device: torch.device) -> Tables:
-        """Return the tables on `device`; the copy is asynchronous, on the current stream."""
+        """Return the tables on `device`; the copy is asynchronous, and streams wait for it."""
         if device not in self._tables:
             chunks, places = self._rows()
-            self._tables[device] = Tables(
-                _on(device, chunks, CHUNK_FIELDS), _on(device, places, PLACE_FIELDS)
-            )
+            tables = Tables(_on(device, chunks, CHUNK_FIELDS), _on(device, places, PLACE_FIELDS))
+            if device.type == "cuda":
+                self._arriving[device] = torch.cuda.current_stream(device).record_event()
+            self._tables[device] = tables
+        elif arriving := self._arriving.get(device):
+            self._await(arriving, device)
         return self._tables[device]
+
+    def _await(self, arriving: torch.cuda.Event, device: torch.device) -> None:
+        """Let the current stream wait for the copy, until it is known to be there."""
+        if torch.cuda.is_current_stream_capturing():  # which begins when all copies are done
+            return
+        if arriving.query():
+            self._arriving.pop(device, None)
+        else:
+            torch.cuda.current_stream(device).wait_event(arriving)
 
     def _rows(self) -> tuple[list[list[int]], list[list[int]]]:
         chunks: list[list[int]] = []
@@ -106,7 +119,7 @@ class Pieces:
 
 
 def _on(device: torch.device, rows: list[list[int]], fields: int) -> torch.Tensor:
-    table = torch.tensor(rows, dtype=torch.int64).view(-1, fields)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, fields)
     if device.type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from assertions import assert_as_close_as
 
 import hexiseq_triton as hx
+from hexiseq_triton.segments import FULL, Mask
 
 NOTHING_SEEN = -torch.inf
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -176,11 +179,19 @@ def test_windows_beyond_every_token_are_no_windows(causal: bool, right: int) -> 
     q_lengths, k_lengths = [9, 33], [30, 12]
     qkv = packed(q_lengths, k_lengths)
     expected = varlen(qkv, q_lengths, k_lengths, causal=causal or right == 0)
-    far = (None, 10**6, 2**40)
+    far = (None, 10**6, 2**40, sys.maxsize, 2**70)
     for left in (-1, *far):
         for side in (0,) if right == 0 else (-1, *far):
             out = varlen(qkv, q_lengths, k_lengths, causal=causal, window_size=(left, side))
             assert torch.equal(out, expected)
+
+
+def test_a_far_side_leaves_the_other_one_alone() -> None:
+    qkv = packed([9, 33], [30, 12])
+    for near, far in (((4, -1), (4, sys.maxsize)), ((-1, 4), (sys.maxsize, 4))):
+        expected = varlen(qkv, [9, 33], [30, 12], window_size=near)
+        assert torch.equal(varlen(qkv, [9, 33], [30, 12], window_size=far), expected)
+    assert Mask.from_flash(False, (sys.maxsize, sys.maxsize)) == FULL  # of tile maps, in int64
 
 
 def test_lse_of_packed_documents_is_float32_of_heads_and_tokens() -> None:
@@ -255,6 +266,68 @@ def test_lse_can_be_differentiated() -> None:
     only_lse = torch.autograd.grad(results[1], qkv, dlse)
     for a, b in zip(only_lse, grads[1], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_lse_can_be_differentiated_beside_a_sink_of_any_size() -> None:
+    q_lengths, k_lengths = [20, 9], [11, 30]
+    qkv = packed(q_lengths, k_lengths, per_kv=3)
+    sink = torch.tensor([-1000.0, 1.0, 1000.0], dtype=torch.float64, requires_grad=True)
+    options = {"causal": True, "learnable_sink": sink}
+    results = varlen(qkv, q_lengths, k_lengths, return_attn_probs=True, **options)[:2]
+    expected = aligned_attention(*qkv, q_lengths, k_lengths, **options)
+    do, dlse = torch.randn_like(results[0]), torch.randn_like(results[1])
+    seen = expected[1] > NOTHING_SEEN
+
+    losses = [(o * do).sum() + (lse * dlse)[seen].sum() for o, lse in (results, expected)]
+    grads = [torch.autograd.grad(loss, [*qkv, sink]) for loss in losses]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_lse_of_a_row_without_keys_gives_no_gradient() -> None:
+    """As when two parts are merged, of which neither has keys for it."""
+    qkv = packed([20], [11])
+    _, lse, _ = varlen(qkv, [20], [11], causal=True, return_attn_probs=True)
+    merged = torch.logaddexp(lse, lse)
+    (dlse,) = torch.autograd.grad(merged.exp().sum(), lse, retain_graph=True)
+    assert dlse[:, :9].isnan().all()
+    grads = torch.autograd.grad(merged.exp().sum(), qkv[:2], retain_graph=True)
+    expected = torch.autograd.grad((lse[:, 9:] + math.log(2)).exp().sum(), qkv[:2])
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_nothing(dtype: torch.dtype) -> None:
+    lengths = [20, 9]
+    qkv = packed(lengths, lengths, per_kv=2, dtype=dtype)
+
+    def results(*, autocast: bool) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = varlen(qkv, lengths, lengths, causal=True)
+            return [out, *torch.autograd.grad(out, qkv, torch.ones_like(out))]
+
+    for a, b in zip(results(autocast=True), results(autocast=False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
+    expected = hx.flash_attn_func(q, k, k)
+    with torch.device("meta"):
+        assert torch.equal(hx.flash_attn_func(q, k, k), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_differentiation_is_refused() -> None:
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
+    for function, x in (
+        (lambda q: hx.flash_attn_func(q, k, k), q),
+        (lambda v: hx.flash_attn_func(q, k, v), k),
+        (lambda sink: hx.flash_attn_func(q, k, k, learnable_sink=sink), torch.zeros(4)),
+    ):
+        with pytest.raises(hx.InputError, match="forward-mode differentiation is not supported"):
+            torch.func.jvp(function, (x,), (x,))
 
 
 def test_views_of_one_projection_work_and_gradients_reach_it() -> None:
@@ -364,7 +437,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"block_table": torch.zeros(2, 1)}, "block_table is given; .*not supported"),
     ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
     ({"softcap": -1.0}, r"softcap is -1\.0; it must be positive"),
+    ({"softcap": float("nan")}, "softcap is nan; it must be positive"),
+    ({"softcap": 1e6}, r"softcap is 1000000\.0; it must be positive, at most 10000"),
     ({"softmax_scale": 0.0}, r"softmax_scale is 0\.0; it must be positive"),
+    ({"softmax_scale": float("inf")}, "softmax_scale is inf; it must be positive and finite"),
     ({"q": torch.zeros(1, 7, 4, 8)}, r"q has shape \(1, 7, 4, 8\); expected \[T, heads, head_dim"),
     ({"q": torch.zeros(7, 3, 8)}, "q has 3 heads, k 2"),
     ({"q": torch.zeros(7, 4, 16)}, "k has head dimension 8, q 16"),

@@ -62,6 +62,27 @@ def test_random_layouts_match_float64_and_repeat(
             assert torch.equal(again[2], found[2]), (case, sm_margin)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_another_stream_waits_for_the_work_items(head_dim: int) -> None:
+    case = Case((300 + head_dim,), head_dim, 2, 2, BF16)  # lengths that no other test has
+    q, k, v, do = inputs = case.inputs()
+    state = attended(case, inputs)
+    expected = case.dense(inputs, torch.float64)[1:4], case.dense(inputs, BF16)[1:4]
+    found = [[torch.full_like(x, torch.nan) for x in (q, k, v)] for _ in range(2)]
+    torch.cuda.synchronize()
+    for grads, cycles in zip(found, (1 << 28, 0), strict=True):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(cycles)
+            attention_backward(
+                q, k, v, do, *state, *grads, case.segments, case.segments, *case.call,
+                accumulate=False,
+            )  # fmt: skip
+    torch.cuda.synchronize()
+    for grads in found:
+        for results in zip(grads, *expected, strict=True):
+            assert_as_close_as(*results)
+
+
 def drawn(
     draw: random.Random, head_dim: int, dtype: torch.dtype, windows: bool, softcap: float
 ) -> Case:

@@ -37,7 +37,7 @@ from hexiseq_triton.kernels.backward import attention_backward
 from hexiseq_triton.kernels.delta import row_dots
 from hexiseq_triton.kernels.forward import attention_forward
 from hexiseq_triton.kernels.hopper import guard
-from hexiseq_triton.kernels.options import placed
+from hexiseq_triton.kernels.options import MAX_SOFTCAP, placed
 from hexiseq_triton.segments import CAUSAL, FULL, Segment
 
 pytestmark = [
@@ -432,6 +432,13 @@ def test_a_negative_scale_is_named() -> None:
     options = AttentionOptions(CAUSAL, -1.0)
     with pytest.raises(ValueError, match="softmax_scale is -1"):
         attention_forward(q, q, q, q.float(), lse, segments, segments, HeadMap(0, 1), options)
+
+
+def test_a_softcap_beyond_the_precision_of_tanh_is_named() -> None:
+    assert_matches_dense(Case((70,), softcap=MAX_SOFTCAP))
+    case = Case((70,), softcap=1e6)
+    with pytest.raises(ValueError, match=r"softcap is 1000000\.0; supported: up to 10000"):
+        at_once(case, case.inputs())
 
 
 @pytest.mark.skipif(not ON_CARD, reason="needs 9 GB")

@@ -195,6 +195,28 @@ def test_inductor_compiles_around_the_gpu_kernels() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # TF32 in the projections
 
 
+@inductor_imports_torch_jit
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # advice, not wanted here
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of a warm-up of PyTorch's
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_cuda_graphs_of_a_compiled_module_follow_the_documents(device: str) -> None:
+    module = LocalAttention().cuda()
+    compiled = torch.compile(module, mode="reduce-overhead")
+    for lengths in ((5, 7), (5, 7), (5, 7), (2, 10), (11, 1)):
+        x, cu_seqlens, _ = documents_of(*lengths)
+        inputs = x.cuda(), cu_seqlens.to(device), 12
+        found, expected = outcome(compiled, module, *inputs), outcome(module, module, *inputs)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # TF32 in the projections
+
+
+def test_inductor_leaves_the_operators_out_of_cuda_graphs() -> None:
+    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in (FORWARD, BACKWARD))
+
+
 @pytest.mark.parametrize(
     ("policy", "forward_calls"),
     [(None, 2), (CheckpointPolicy.MUST_RECOMPUTE, 2), (CheckpointPolicy.MUST_SAVE, 1)],

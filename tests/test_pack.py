@@ -193,6 +193,28 @@ def test_offsets_pass_two_to_the_31() -> None:
     assert torch.equal(near, far[:, 0])
 
 
+def test_another_default_device_leaves_the_tables_where_they_belong() -> None:
+    pieces = Pieces([Piece(0, (0, 3), False, (Place(True, 0, 3),))])
+    with torch.device("meta"):
+        tables = pieces.tables(torch.device(DEVICE))
+    assert tables.chunks.tolist() == [[0, 0, 3, 0, 0, 1]]
+    assert tables.places.tolist() == [[1, 0, 3]]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs streams")
+def test_another_stream_waits_for_the_tables() -> None:
+    x = random(40, 3, 64)
+    torch.cuda.synchronize()
+    pieces = Pieces([Piece(0, (0, 3), False, (Place(True, 0, 3),))])
+    packed = x.new_full((2, 120, 64), torch.nan)
+    for buffer, cycles in zip(packed, (1 << 28, 0), strict=True):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(cycles)
+            kernel.pack((x,), buffer[:0], buffer, pieces)
+    torch.cuda.synchronize()
+    assert_same(packed, [x.flatten(0, 1)] * 2)
+
+
 def test_nothing_to_move_is_no_launch() -> None:
     empty = random(0, 8)
     kernel.pack((random(0, 3, 8),), empty, empty, Pieces([Piece(0, (0, 3), False, ())]))

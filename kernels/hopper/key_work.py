@@ -3,6 +3,7 @@ and the arguments that all of them take."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,10 @@ from hexiseq_triton.kernels.tilemap import TileMap, key_tiles
 
 
 class KeyWork(NamedTuple):
-    """Work of `num_programs`; `items` as `work_order` returns them, on the card."""
+    """Work of `num_programs`; `items` as `work_order` returns them, on the card.
+
+    Where `tiles` have arrived, so have the items.
+    """
 
     tiles: TileMap
     items: torch.Tensor
@@ -40,6 +44,8 @@ def key_work(inputs: BackwardInputs, config: Config) -> KeyWork | None:
     programs = min(num_items, max(1, num_sms(device) - inputs.sm_margin))
     order = work_order(tiles.on_host, tiles.num_tiles, keys, launch.num_kv_heads, programs, m)
     items = torch.from_numpy(order).pin_memory().to(device, non_blocking=True)
+    stream = torch.cuda.current_stream(device)
+    tiles = replace(tiles, ready=stream.record_event(), stream=stream.cuda_stream)
     return KeyWork(tiles, items, programs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -29,6 +30,18 @@ SMALL = {
     "head_dim": 16,
     "pad_token_id": 0,
 }
+SLIDING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+LLAMA4 = {
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 96,
+    "no_rope_layer_interval": 2,
+    "attn_temperature_tuning": False,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
@@ -38,7 +51,65 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {"sliding_window": 9, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"num_experts": 4}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 9}),
+    "gemma3": ("Gemma3TextConfig", SLIDING),
+    "phi3": ("Phi3Config", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),  # a layer without positions
+    "cohere2": ("Cohere2Config", SLIDING),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 9}),
+    "llama4": ("Llama4TextConfig", LLAMA4 | {"attention_chunk_size": 64}),
 }
+"""Models that equal themselves."""
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mamba": ("MambaConfig", {}, "the model's layers did not call 'hexiseq'"),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 8}, "the model's layers did not call"),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96},
+        "Lfm2Config has layers of conv",
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        LLAMA4 | {"attention_chunk_size": 16},
+        "a document has 60 tokens, and layers of the model attend in chunks of "
+        "attention_chunk_size 16",
+    ),
+    "llama4 by temperature": (
+        "Llama4TextConfig",
+        LLAMA4 | {"attention_chunk_size": 64, "attn_temperature_tuning": True, "floor_scale": 8},
+        "the batch has 96 tokens and the model's attn_temperature_tuning counts the rows",
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        EXPERTS | SLIDING | {"num_experts": 4, "use_sliding_window": True},
+        "a document has 60 tokens and the config's sliding_window is 9, but Qwen2MoeAttention",
+    ),
+    "longrope": (
+        "Phi3Config",
+        {
+            "hidden_size": 128,
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": LONGROPE
+            | {"rope_theta": 1e4, "original_max_position_embeddings": 32},
+        },
+        "the model's rope_type is 'longrope', which beyond 32",
+    ),
+    "dynamic": (
+        "LlamaConfig",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        },
+        "the model's rope_type is 'dynamic', which beyond 32",
+    ),
+}
+"""Models in which ranks would see their own tokens alone, or turn them differently."""
 LENGTHS = [[31, 1, 40, 0, 24], [96], [5, 60, 31]]
 """Documents of three passes, 96 tokens each."""
 
@@ -55,7 +126,7 @@ PLANS = {
 
 def small_model(name: str) -> nn.Module:
     """Return a model with random weights, the same in every process."""
-    config_name, extra = CONFIGS[name]
+    config_name, extra, *_ = CONFIGS.get(name) or REFUSED[name.removeprefix("refused ")]
     torch.manual_seed(0)
     config = getattr(transformers, config_name)(**(SMALL | extra))
     config._attn_implementation = "eager"
@@ -385,6 +456,67 @@ def test_what_one_rank_refuses_the_others_hear_of_soon(ready: Pool, what: str) -
     assert time.monotonic() - began < TIMEOUT.total_seconds() / 2  # they wait for it in between
     for rank in (0, 2, 3):
         assert found[rank] == f"PeerError: rank 1: {found[1]}"
+
+
+def refused_model(rank: int, name: str) -> str:
+    """Worker: what a forward pass of a model raises, or the loss made of it."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name != "llama":  # which stands for what was forgotten
+            model.set_attn_implementation("hexiseq")
+    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
+        batch = hf.shard(context, stream(LENGTHS[2], 0))
+        try:
+            logits = model(**batch.inputs).logits
+            if context.replica is not None or not batch._calls.attended:
+                batch.token_mean(logits, grad_average=1)
+        except InputError as error:
+            return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_not_equal_itself_is_refused(ready: Pool, name: str) -> None:
+    for found in ready.run(refused_model, f"refused {name}")[:4]:
+        assert REFUSED[name][2] in found
+
+
+def test_an_attention_that_was_not_chosen_is_named(ready: Pool) -> None:
+    for found in ready.run(refused_model, "llama"):
+        assert "call model.set_attn_implementation('hexiseq')" in found
+
+
+def misfit(rank: int, extra: dict[str, Any], dropped: str) -> str:
+    """Worker: what a batch raises with more in it than tensors of its tokens, or with less."""
+    from hexiseq_triton.integrations import hf
+
+    batch = {"input_ids": torch.ones(2, 48).long(), "labels": torch.ones(2, 48).long()} | extra
+    batch.pop(dropped, None)
+    with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
+        try:
+            return str(hf.shard(context, batch).num_label_tokens)
+        except InputError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("extra", "dropped", "message"),
+    [
+        ({"text": ["a", "b"]}, "", "text is a list, not a tensor of the tokens"),
+        ({"sample": torch.ones(2)}, "", "sample has shape (2,); it must begin with"),
+        ({"token_type_ids": torch.ones(2, 48)}, "", "token_type_ids are not all 0"),
+        ({}, "input_ids", "the batch has no tensor input_ids, only labels"),
+        ({}, "labels", "the batch has no labels, only input_ids"),
+    ],
+)
+def test_what_a_batch_lacks_or_would_lose_is_named(
+    ready: Pool, extra: dict[str, Any], dropped: str, message: str
+) -> None:
+    for found in ready.run(misfit, extra, dropped)[:4]:
+        assert message in found
 
 
 def test_names_with_flash_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,29 @@ def test_a_resumed_run_goes_on_with_the_next_rows(pool: Pool, tmp_path: Path, wr
         (tmp_path / "checkpoint-5").rename(tmp_path / f"last-{plan.digest[:8]}")
 
 
+def made_anew(rank: int, options: dict[str, Any]) -> dict[str, list[float]]:
+    """Worker: train a model that the Trainer makes itself."""
+    in_a_world(rank)
+    from hexiseq_triton.integrations.hf_trainer import PlannedTrainer
+
+    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
+        trainer = PlannedTrainer(
+            model_init=model,
+            args=transformers.TrainingArguments(**options),
+            train_dataset=rows(18, 0),
+            context=context,
+        )
+        trainer.train()
+        return logged(trainer)
+
+
+def test_a_model_made_by_model_init_attends_under_the_plan(pool: Pool, tmp_path: Path) -> None:
+    options = arguments(tmp_path, 1, 2)
+    expected = alone(options)["loss"]
+    for found in pool.run(made_anew, options):
+        assert found["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def evaluated(rank: int, plan: Plan, options: dict[str, Any]) -> float:
     """Worker: the loss of an untrained model on seven rows, of which some replicas get more."""
     in_a_world(rank)
@@ -346,6 +370,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "compute_metrics needs logits": ({}, {"compute_metrics": nothing}),
     "only plain cross entropy": ({}, {"compute_loss_func": nothing}),
     "only plain cross entropy works": ({"label_smoothing_factor": 0.1}, {}),
+    "neftune_noise_alpha is set": ({"neftune_noise_alpha": 5.0}, {}),
 }
 
 
@@ -357,6 +382,90 @@ def test_what_would_be_dropped_is_refused_on_all_ranks(
     found = pool.run(refused, {"output_dir": str(tmp_path)} | changed, extra, 1)
     assert len(set(found)) == 1
     assert found[0].startswith(f"InputError: rank 1: {message}")
+
+
+class Tripled(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer with another loss."""
+
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        return 3 * super().compute_loss(*given, **named)
+
+
+def other_loss(rank: int, by: str, out: str) -> str:
+    """Worker: what a trainer or a model raises whose loss is not that of the next token."""
+    in_a_world(rank)
+    from hexiseq_triton.integrations.hf_trainer import PlannedTrainer, PlannedTrainerMixin
+
+    class PlannedTripled(PlannedTrainerMixin, Tripled):
+        pass
+
+    trained = model()
+    if by == "model":
+        trained = transformers.LlamaForTokenClassification(trained.config)
+    trainer_class = PlannedTripled if by == "trainer" else PlannedTrainer
+    args = transformers.TrainingArguments(**arguments(Path(out), 1, 1))
+    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
+        try:
+            trainer_class(trained, args=args, train_dataset=rows(6, 0), context=context)
+        except HexiSeqError as error:
+            return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ("trainer", "Tripled computes its own loss"),
+        ("model", "LlamaForTokenClassification has the loss of ForTokenClassification"),
+    ],
+)
+def test_another_loss_is_refused(pool: Pool, tmp_path: Path, by: str, message: str) -> None:
+    for found in pool.run(other_loss, by, str(tmp_path)):
+        assert found.startswith(f"rank 0: {message}")
+
+
+def spoiled(rank: int, where: str, options: dict[str, Any]) -> tuple[str, float]:
+    """Worker: what a run raises, and after how long, that fails on one rank or in one replica."""
+    in_a_world(rank)
+    from hexiseq_triton.integrations.hf_trainer import PlannedTrainer
+
+    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
+
+        def collate(given: list[dict[str, list[int]]]) -> dict[str, Any]:
+            if where == "rank" and context.rank == 1:
+                raise OSError("a row cannot be read")
+            batch: dict[str, Any] = {
+                name: torch.tensor([row[name] for row in given]) for name in given[0]
+            }
+            if where == "replica" and context.replica == 1:
+                batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+            return batch
+
+        trainer = PlannedTrainer(
+            model(),
+            args=transformers.TrainingArguments(**options),
+            train_dataset=rows(18, 0),
+            data_collator=collate,
+            context=context,
+        )
+        began = time.monotonic()
+        try:
+            trainer.train()
+        except (HexiSeqError, OSError) as error:
+            return str(error), time.monotonic() - began
+    return "accepted", 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("rank", "a row cannot be read"), ("replica", "attention_mask hides tokens")],
+)
+def test_all_replicas_hear_soon_of_a_batch_that_fails(
+    pool: Pool, tmp_path: Path, where: str, message: str
+) -> None:
+    for found, seconds in pool.run(spoiled, where, arguments(tmp_path, 1, 1)):
+        assert message in found
+        assert seconds < TIMEOUT.total_seconds() / 2
 
 
 # -------------------------------------------------------------------- rows

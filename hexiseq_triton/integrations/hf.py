@@ -1,4 +1,4 @@
-"""Hugging Face transformers: any decoder model under an uneven plan, through its public hooks.
+"""Hugging Face transformers: decoder models under an uneven plan, through their public hooks.
 
     hf.register()                                   # once a process
     model.set_attn_implementation("hexiseq")
@@ -12,12 +12,15 @@ as [1, heads, T, D], already turned by RoPE, and return [1, T, heads, D].
 
 A rank without tokens would call its model with none, which transformers' models do not take. It
 runs one padding token instead: a document of its own that nothing attends to, without a label.
+
+Only models whose tokens meet in attention alone equal themselves; others are refused, as far as
+their config or their calls tell: docs/huggingface.md lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,12 +30,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
+from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
 from hexiseq_triton.shard import shard as shard_rows
 
 NAME = "hexiseq"
 PADDING_TOKEN = 0
 _LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_ATTENDING = ("full_attention", "attention", "sliding_attention", "chunked_attention")
+"""The kinds of layers in which tokens meet by attention alone, as a config's `layer_types` say."""
+_NOT_HONOURED = ("position_bias", "indices", "block_indices", "sinks")
+"""What some models' layers pass besides, which changes the scores."""
 
 
 def register(name: str = NAME) -> None:
@@ -47,6 +55,12 @@ def register(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, no_mask)
 
 
+class _Calls:
+    """Whether a model's layers called `attention` with a batch."""
+
+    attended = False
+
+
 @dataclass(frozen=True)
 class HFBatch:
     """One rank's tokens of a batch, as transformers' models take them.
@@ -58,6 +72,7 @@ class HFBatch:
 
     context: ParallelContext
     local: LocalBatch
+    _calls: _Calls = field(default_factory=_Calls, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -82,12 +97,12 @@ class HFBatch:
     @property
     def labels(self) -> torch.Tensor:
         """The next token of each token, [1, T] int64; -100 where none counts."""
-        return self._row(self.local["labels"], IGNORED_LABEL)
+        return self._row(self._labels, IGNORED_LABEL)
 
     @property
     def num_label_tokens(self) -> int:
         """This rank's tokens that have a label."""
-        return int((self.local["labels"] != IGNORED_LABEL).sum())
+        return int((self._labels != IGNORED_LABEL).sum())
 
     def token_mean(
         self, logits: torch.Tensor, *, grad_average: int, num_tokens: int | None = None
@@ -100,7 +115,18 @@ class HFBatch:
                 mesh size; 1 without a wrapper.
             num_tokens: this rank's labels of the whole step, where the step has several passes;
                 those of this batch if left out.
+
+        Raises:
+            InputError: if the model that was called with this batch did not attend by `attention`.
         """
+        with self.context.guard():
+            if not self._calls.attended:
+                raise InputError(
+                    f"the model's layers did not call {NAME!r}, so each rank saw its own tokens "
+                    f"alone: call model.set_attn_implementation({NAME!r}) before "
+                    "model(**batch.inputs); models that transformers does not let choose their "
+                    "attention, and those without attention, are not supported"
+                )
         loss = F.cross_entropy(
             logits.float().flatten(0, 1),
             self.labels.flatten(),
@@ -109,6 +135,15 @@ class HFBatch:
         )
         count = self.num_label_tokens if num_tokens is None else num_tokens
         return self.context.token_mean(loss, count, grad_average=grad_average)
+
+    @property
+    def _labels(self) -> torch.Tensor:
+        if "labels" not in self.local:
+            raise InputError(
+                f"the batch has no labels, only {', '.join(self.local)}; let the collator return "
+                "them, unshifted, as DataCollatorForLanguageModeling(tokenizer, mlm=False) does"
+            )
+        return self.local["labels"]
 
     def _row(self, x: torch.Tensor, padding: int) -> torch.Tensor:
         return F.pad(x, (0, int(self.is_padded)), value=padding)[None]
@@ -147,9 +182,29 @@ def shard(
         cu_seqlens = _documents(batch) if cu_seqlens is None else cu_seqlens
         dropped = (*_LENGTHS, "attention_mask", "position_ids")
         batch = {name: tensor for name, tensor in batch.items() if name not in dropped}
+        problem = problem or _misfit(batch)
     with context.guard():
         rows = shard_rows(context, batch, cu_seqlens=cu_seqlens, source=source, problem=problem)
     return HFBatch(context, rows)
+
+
+def _misfit(batch: Mapping[str, Any]) -> str | None:
+    """Say what of a batch is no tensor of its tokens, or would be dropped."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        return f"the batch has no tensor input_ids, only {', '.join(batch) or 'nothing'}"
+    for name, tensor in batch.items():
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name} is a {type(tensor).__name__}, not a tensor of the tokens: leave it out"
+        if tensor.shape[: ids.dim()] != ids.shape:
+            return (
+                f"{name} has shape {tuple(tensor.shape)}; it must begin with that of input_ids, "
+                f"{tuple(ids.shape)}: leave out what is not of the tokens"
+            )
+    types = batch.get("token_type_ids")
+    if types is not None and bool(types.any()):
+        return "token_type_ids are not all 0; the model does not get them: leave them out"
+    return None
 
 
 def _documents(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -209,10 +264,20 @@ def attention(
     if not isinstance(batch, HFBatch):
         raise InputError(
             f"the model was called without {NAME}=; call it as model(**batch.inputs) with the "
-            "batch of hexiseq_triton.integrations.hf.shard"
+            "batch of hexiseq_triton.integrations.hf.shard (to generate, choose another attention "
+            f"again; if it was so called, {type(module).__name__} gets no keywords from its model, "
+            "which is not supported)"
         )
+    batch._calls.attended = True
     with batch.context.guard():
         _check(batch, query, key, attention_mask, dropout)
+        for name in _NOT_HONOURED:
+            if arguments.get(name) is not None:
+                raise InputError(
+                    f"{type(module).__name__} passes {name} to attention; it is not supported: use "
+                    "another model"
+                )
+        _check_lengths(module, batch.local.layout, sliding_window)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = batch.num_tokens
     dtype = _compute_dtype(query)
@@ -261,6 +326,58 @@ def _check(
         )
 
 
+def _check_lengths(
+    module: torch.nn.Module, layout: BatchLayout, sliding_window: int | None
+) -> None:
+    """Refuse documents so long that a layer would not attend as the model's config says."""
+    config = getattr(module, "config", None)
+    longest = max(layout.document_lengths, default=0)
+    layers = getattr(config, "layer_types", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and "chunked_attention" in (layers or ()) and longest > chunk:
+        raise InputError(
+            f"a document has {longest} tokens, and layers of the model attend in chunks of "
+            f"attention_chunk_size {chunk}, which is not supported: use documents of up to {chunk}"
+        )
+    scale = getattr(config, "floor_scale", 0)
+    if getattr(config, "attn_temperature_tuning", False) and layout.total_tokens >= scale:
+        raise InputError(
+            f"the batch has {layout.total_tokens} tokens and the model's attn_temperature_tuning "
+            f"counts the rows of a rank from floor_scale {scale} on, not positions: set it to False"
+        )
+    window, index = getattr(config, "sliding_window", None), getattr(module, "layer_idx", None)
+    slides = layers is None or (index is not None and layers[index] == "sliding_attention")
+    if sliding_window is None and window and longest > window and slides:
+        raise InputError(
+            f"a document has {longest} tokens and the config's sliding_window is {window}, but "
+            f"{type(module).__name__} does not pass it to attention: use documents of up to "
+            f"{window}, or set sliding_window to None"
+        )
+    if layout.is_alone:
+        return
+    for kind, limit in _moving_ropes(config):
+        if longest > limit:
+            raise InputError(
+                f"a document has {longest} tokens and the model's rope_type is {kind!r}, which "
+                f"beyond {limit} goes by the last position that a rank holds, and ranks would "
+                f"differ: use documents of up to {limit}, or a fixed rope_type such as 'yarn'"
+            )
+
+
+def _moving_ropes(config: Any) -> list[tuple[str, int]]:
+    """Return the kinds of RoPE that depend on the longest sequence, and from which length on."""
+    told = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for rope in (told, *told.values()):  # one for all layers, or one for each of their kinds
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind is not None and ("dynamic" in kind or kind == "longrope"):
+            limit = config.max_position_embeddings
+            if kind == "longrope":
+                limit = rope.get("original_max_position_embeddings", limit)
+            found.append((kind, limit))
+    return found
+
+
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype to attend in: under autocast rotary tables may have made q and k float32."""
     device = x.device.type
@@ -274,8 +391,23 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
     return (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
-def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> torch.Tensor | None:
-    """Make no mask, the layout knows the documents; attention refuses one that hides tokens."""
+def no_mask(
+    *_: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **__: Any
+) -> torch.Tensor | None:
+    """Make no mask, the layout knows the documents; attention refuses one that hides tokens.
+
+    Raises:
+        InputError: if some of the model's layers do not attend; they would mix the tokens of a rank
+            alone. All ranks find the same.
+    """
+    told = [getattr(config, name, None) or () for name in ("layer_types", "layers_block_type")]
+    others = {kind for kinds in told for kind in kinds} - set(_ATTENDING)
+    if others:
+        raise InputError(
+            f"{type(config).__name__} has layers of {', '.join(sorted(others))}, which would see "
+            "only the tokens of their rank; every layer must be full or sliding attention: use "
+            "another model"
+        )
     if attention_mask is not None and not bool(attention_mask.all()):
         return attention_mask
     return None

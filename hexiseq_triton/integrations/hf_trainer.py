@@ -16,6 +16,7 @@ Only public methods of the Trainer are overridden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 else:
     _Next = object
 
+_LOSSES = {("transformers", "Trainer"), ("trl", "SFTTrainer")}
+"""Whose `compute_loss` is the cross entropy of the next token, which the mixin computes instead."""
 _WRAPPERS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """What accelerate may do with the model, in its own words."""
 
@@ -64,6 +67,12 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self._evaluated = (0.0, 0)  # loss sum, label tokens
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Return a fresh model, which `train` asks for too where it was given a `model_init`."""
+        model = super().call_model_init(trial)
+        model.set_attn_implementation(hf.NAME)
+        return model
 
     # ---------------------------------------------------------------- who reads which rows
 
@@ -117,9 +126,28 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], int]:
         """Return this rank's tokens of a step's passes, and how many of them have a label."""
-        whole, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        shards = [hf.shard(self.context, batch) for batch in whole]
+        with self.context.guard():
+            whole = list(islice(epoch_iterator, num_batches))
+        shards = self._shards(whole)
         return [batch.inputs for batch in shards], sum(b.num_label_tokens for b in shards)
+
+    def _shards(self, batches: list[Mapping[str, Any]]) -> list[hf.HFBatch]:
+        """Return this rank's tokens of batches; what one replica's lack all ranks hear of.
+
+        Else the other replicas would wait for it in their wrapper, which knows no reason.
+        """
+        shards, problem = [], ""
+        try:
+            shards = [hf.shard(self.context, batch) for batch in batches]
+        except InputError as error:
+            problem = str(error)
+        if len(self.context.replica_ranks) == self.context.plan.world_size:
+            found = [problem] if problem else []
+        else:
+            found = list(dict.fromkeys(filter(None, self.context.gather("batch", problem))))
+        if found:
+            raise InputError("\n".join(found))
+        return shards
 
     def compute_loss(
         self,
@@ -148,7 +176,7 @@ class PlannedTrainerMixin(_Next):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """Return the mean loss of one batch of all replicas, and no logits."""
-        batch = hf.shard(self.context, inputs)
+        (batch,) = self._shards([inputs])
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch.inputs)
         labels = torch.tensor([batch.num_label_tokens], device=self.context.device)
@@ -204,17 +232,46 @@ def _loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in names}
 
 
+def _loss_owner(trainer_class: type) -> type:
+    """Return the class whose `compute_loss` the mixin stands before."""
+    classes = trainer_class.__mro__
+    after = classes[classes.index(PlannedTrainerMixin) + 1 :]
+    return next(each for each in after if "compute_loss" in vars(each))
+
+
 def _unsupported(trainer: Any) -> str | None:
     """Say what the Trainer is asked for that would be dropped or computed wrongly."""
     args, accelerator = trainer.args, trainer.accelerator
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     loss_type = getattr(args, "loss_type", "nll")
+    owner = _loss_owner(type(trainer))
+    if (owner.__module__.split(".")[0], owner.__name__) not in _LOSSES:
+        return (
+            f"{owner.__name__} computes its own loss; only plain cross entropy works: derive from "
+            "transformers' Trainer or TRL's SFTTrainer"
+        )
     if trainer.compute_loss_func is not None or args.label_smoothing_factor:
         return "only plain cross entropy works; drop compute_loss_func and label_smoothing_factor"
     if loss_type not in ("nll", "chunked_nll"):
         return f"loss_type is {loss_type!r}; only 'nll' works"
+    task = getattr(trainer.model, "loss_type", None)
+    if task not in (None, "ForCausalLM", "ForConditionalGeneration"):
+        return (
+            f"{type(trainer.model).__name__} has the loss of {task}; only that of ForCausalLM, the "
+            "next token, works"
+        )
     if getattr(trainer.model.config, "output_router_logits", False):
-        return "the router's auxiliary loss does not work; set output_router_logits to False"
+        return (
+            "the router's auxiliary loss does not work; set output_router_logits to False, or "
+            "router_aux_loss_coef to 0.0 in TRL's SFTConfig"
+        )
+    if getattr(args, "neftune_noise_alpha", None):
+        return (
+            "neftune_noise_alpha is set; its noise depends on how many tokens a rank holds: leave "
+            "it out"
+        )
+    if getattr(args, "predict_with_generate", False):
+        return "predict_with_generate does not work, only the loss is evaluated: leave it out"
     if trainer.compute_metrics is not None:
         return "compute_metrics needs logits, which stay on their ranks; only the loss is evaluated"
     if getattr(accelerator, "parallelism_config", None) is not None:

@@ -12,6 +12,7 @@ For other programs the weights alone can be gathered and written whole:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -43,17 +45,24 @@ def resume(
     """Load the newest checkpoint that the first rank finds; return its step.
 
     Raises:
-        ConfigError: the same on every rank, if there is no checkpoint.
+        ConfigError: the same on every rank, if there is no checkpoint or it is another model's.
     """
-    found: list[Any] = [_newest(folder) if dist.get_rank(group) == 0 else None]
+    state = _state(model, optimizer) | {"step": 0}
+    found: list[Any] = [None, ""]
+    if dist.get_rank(group) == 0:
+        found[0] = _newest(folder)
+        found[1] = "" if found[0] is None else _difference(found[0], state["model"])
     device = next(model.parameters()).device
     dist.broadcast_object_list(found, group=group, group_src=0, device=device)
+    if found[1]:
+        raise ConfigError(
+            f"resume: {found[0]} holds another model: {found[1]}; name that model, or remove resume"
+        )
     if found[0] is None:
         raise ConfigError(
             f"resume: {folder} holds no checkpoint; set checkpoint_every in the first run, or "
             "remove resume"
         )
-    state = _state(model, optimizer) | {"step": 0}
     dcp.load(state, checkpoint_id=found[0], process_group=group)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -96,3 +105,18 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def _newest(folder: Path) -> Path | None:
     return max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
+
+
+def _difference(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the first of a model's tensors that is another in a checkpoint; "" if none is."""
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    there = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in stored.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            return f"{name} has shape {there.get(name)} there and {here.get(name)} here"
+    return ""

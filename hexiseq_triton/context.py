@@ -65,23 +65,32 @@ def init(
             size, a file is wrong on any rank, or the devices are not those of the plan.
         PeerError: if a rank does not come.
     """
+    name = next(_names)  # whatever fails on this rank, its next context is the others' next too
     settle_environment()
     chosen = _device(device)
     owns_world = not dist.is_initialized()
     if owns_world:
         start_world(chosen, timeout)
+    agreement: Agreement | None = None
     try:
-        store = dist.PrefixStore(f"hexiseq/{next(_names)}", _get_default_store())
+        store = dist.PrefixStore(f"hexiseq/{name}", _get_default_store())
         agreement = Agreement(store, dist.get_rank(), timeout)
         agreed, world_ranks = _agree_on_plan(plan, chosen, agreement, remap)
         context = ParallelContext(agreed, chosen, timeout, agreement, world_ranks, owns_world)
         if symmetric_memory:
             context.share_memory(timeout)
         return context
-    except BaseException:
+    except BaseException as error:
+        if agreement is not None and not isinstance(error, HexiSeqError):
+            agreement.post_fault(_told(dist.get_rank(), error))  # the others wait for this rank
         if owns_world:
             dist.destroy_process_group()
         raise
+
+
+def _told(rank: int, error: BaseException) -> str:
+    """Return what the other ranks are told of an error."""
+    return f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -162,6 +171,7 @@ class ParallelContext:
         self._agreement = agreement
         self._owns_world = owns_world
         self._broken: str | None = None
+        self._closed = False
         self._call: tuple[torch.dtype, int] | None = None
         self._agreed_options: set[str] = set()
         self._called: set[str] = set()
@@ -272,7 +282,8 @@ class ParallelContext:
     def gather_in_replica(self, name: str, value: str) -> list[str]:
         """Return every replica rank's value for `name`, the same list on all of them."""
         ranks = [self._world_ranks[rank] for rank in self.replica_ranks]
-        return self._agreement.gather(f"{name}/{self.replica}", ranks, value)
+        where = f"idle {self.rank}" if self.replica is None else self.replica
+        return self._agreement.gather(f"{name}/{where}", ranks, value)
 
     def gather(self, name: str, value: str) -> list[str]:
         """Return every rank's value for `name`, in the plan's order; the same list on all ranks."""
@@ -316,6 +327,8 @@ class ParallelContext:
         """
         if self._broken is not None:
             raise PeerError(f"this context failed before: {self._broken}")
+        if self._closed:
+            raise InputError("this context is closed, its groups are gone; make another with init")
         try:
             yield
         except PeerError as error:
@@ -323,14 +336,18 @@ class ParallelContext:
             self._agreement.post_fault(self._broken)
             raise PeerError(self._broken) from error
         except Exception as error:
-            self._broken = f"rank {self.rank}: {type(error).__name__}: {error}"
-            self._agreement.post_fault(self._broken)
+            self._post(error)
             raise
+
+    def _post(self, error: Exception) -> None:
+        self._broken = _told(self.rank, error)
+        self._agreement.post_fault(self._broken)
 
     # ---------------------------------------------------------------- life
 
     def close(self) -> None:
         """Destroy the groups, and torch.distributed if `init` initialised it."""
+        self._closed = True
         if self.peer_routes is not None:
             self.peer_routes.close()
         groups, self._groups = self._groups, []
@@ -348,4 +365,6 @@ class ParallelContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, Exception) and self._broken is None:
+            self._post(error)  # the others wait for this rank in their next call
         self.close()

@@ -8,6 +8,7 @@ once an epoch, replicas see different ones, and the step number alone says where
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sysconfig
 from bisect import bisect_right
@@ -56,6 +57,11 @@ class Corpus:
 
     Raises:
         ConfigError: if no file is left.
+
+    Attributes:
+        documents: the files, in the order of their paths.
+        num_tokens: tokens of an epoch.
+        digest: a hash of the files' names and sizes.
     """
 
     def __init__(
@@ -67,11 +73,19 @@ class Corpus:
         seed: int = 0,
     ) -> None:
         root = standard_library() if folder is None else Path(folder)
-        paths = [p for p in root.rglob(pattern) if not _INSTALLED.intersection(p.parts)]
+        try:
+            found = list(root.rglob(pattern))
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f"corpus: pattern is {pattern!r}: {error}; use one within the folder, such as *.py"
+            ) from error
+        paths = [p for p in found if not _INSTALLED.intersection(p.relative_to(root).parts)]
         sizes = ((path, path.stat().st_size) for path in sorted(paths) if path.is_file())
         most = max_document_tokens or float("inf")
         self.documents = [Document(path, size) for path, size in sizes if 0 < size <= most]
         self.num_tokens = sum(document.num_tokens for document in self.documents)
+        held = [(str(path.relative_to(root)), size) for path, size in self.documents]
+        self.digest = hashlib.blake2b(repr(held).encode(), digest_size=6).hexdigest()
         self.seed = seed
         self._order = lru_cache(maxsize=2)(self._shuffled)
         if not self.documents:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hexiseq_triton.errors import InputError
+from hexiseq_triton.errors import InputError, PeerError
 
 
 def token_mean(
@@ -38,10 +38,15 @@ def token_mean(
         The mean, a scalar, the same on every rank; 0 if no rank has a valid token.
 
     Raises:
-        InputError: if `loss_sum` is no scalar or `grad_average` is below 1.
+        InputError: if `loss_sum` or `num_tokens` is no scalar or `grad_average` is below 1.
+        PeerError: if another rank stopped answering.
     """
     if loss_sum.dim() != 0:
         raise InputError(f"loss_sum has shape {tuple(loss_sum.shape)}; pass the sum, a scalar")
+    if not loss_sum.is_floating_point():
+        raise InputError(f"loss_sum is {loss_sum.dtype}; it must be a floating dtype")
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.dim() != 0:
+        raise InputError(f"num_tokens has shape {tuple(num_tokens.shape)}; pass a scalar")
     if grad_average < 1:
         raise InputError(f"grad_average is {grad_average}; it must be 1 or more")
     mean: torch.Tensor = _TokenMean.apply(  # type: ignore[no-untyped-call]
@@ -66,7 +71,10 @@ class _TokenMean(torch.autograd.Function):
                 torch.as_tensor(num_tokens, device=loss_sum.device).double(),
             ]
         )
-        dist.all_reduce(totals, group=group)
+        try:
+            dist.all_reduce(totals, group=group)
+        except RuntimeError as error:
+            raise PeerError(f"the sum of losses failed: {error}") from error
         total_loss, total_tokens = totals.unbind()
         weight = torch.where(total_tokens > 0, 1.0 / total_tokens.clamp(min=1.0), 0.0)
         ctx.save_for_backward((grad_average * weight).to(loss_sum.dtype))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hexiseq_triton.errors import InputError
+from hexiseq_triton.errors import InputError, PeerError
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.segments import Segment
 
@@ -70,16 +70,25 @@ def shard(
         cu_seqlens: bounds of the documents in the stream of T (or B * S) tokens, [docs + 1]. Left
             out, a [T] stream is one document and each row of a [B, S] batch is one.
         source: take the batch of the replica's rank at this position (0: its first) instead; the
-            others may pass None.
+            others may pass None. The same on every rank of the replica. Nobody sends to an idle
+            rank, which passes tensors of its own in any case.
         problem: what the caller has found wrong with this rank's batch.
 
     Raises:
         InputError: the same on all ranks of the replica, if the batch is malformed on any of them
             or differs between them.
+        PeerError: if another rank failed or stopped answering.
     """
     stream: dict[str, torch.Tensor] = {}
     lengths: list[int] = []
-    counts = source is None or context.replica_ranks.index(context.rank) == source
+    idle, ranks = context.replica is None, context.replica_ranks
+    counts = idle or source is None or ranks.index(context.rank) == source
+    if source is not None and not idle and not 0 <= source < len(ranks):
+        problem = (
+            f"source is {source}; replica {context.replica} has positions 0 to {len(ranks) - 1}"
+        )
+    if idle and batch is None:
+        problem = "this rank is idle, nobody sends it a batch; pass tensors of the batch's names"
     if counts and problem is None:
         try:
             stream, lengths = _as_stream(batch, cu_seqlens)
@@ -88,7 +97,7 @@ def shard(
     _agree(context, stream, lengths, problem, source)
     if source is not None:
         stream, lengths = _broadcast(context, stream, lengths, source)
-    if context.replica is None:
+    if idle:
         stream, lengths = {name: tensor[:0] for name, tensor in stream.items()}, []
 
     layout = BatchLayout(context.plan, context.rank, lengths)
@@ -118,7 +127,8 @@ def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) 
         layout: the layout that `shard` returned.
 
     Raises:
-        InputError: if `local` has another number of rows, or needs a gradient.
+        InputError: if `local` has another number of rows, or needs a gradient; the same on all
+            ranks of the replica, if its inner shape, dtype or the batch differs between them.
     """
     if local.requires_grad and torch.is_grad_enabled():
         raise InputError("unshard carries no gradient; pass local.detach()")
@@ -127,6 +137,10 @@ def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) 
             f"local has shape {tuple(local.shape)}; rank {context.rank} holds "
             f"{layout.num_tokens} rows"
         )
+    inner = f"{local.dtype} with inner shape {tuple(local.shape[1:])}"
+    answers = context.gather_in_replica("unshard", f"{inner}, of {layout.total_tokens} rows")
+    if len(set(answers)) > 1:
+        raise InputError(f"ranks unshard different tensors\n{_listed(context, answers)}")
     held = layout.segments_of_rank
     blocks = {
         rank: local.new_empty(sum(s.num_tokens for s in segments), *local.shape[1:])
@@ -149,8 +163,24 @@ def _as_stream(
     batch: Mapping[str, torch.Tensor] | None, cu_seqlens: torch.Tensor | None
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Return the tensors as [T, ...] and the document lengths."""
+    if batch is not None and not isinstance(batch, Mapping):
+        raise InputError(
+            f"the batch is a {type(batch).__name__}; pass a mapping of names to tensors"
+        )
     if not batch:
         raise InputError("the batch is empty; pass at least one tensor, or source=")
+    for name, tensor in batch.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+            raise InputError(
+                f"{name} is {str(tensor)[:40]}, a {type(tensor).__name__}; all of the batch must "
+                "be tensors that begin with the tokens: leave others out"
+            )
+    labels = batch.get("labels")
+    if labels is not None and not labels.dtype.is_signed:
+        raise InputError(
+            f"labels are {labels.dtype}, which cannot hold {IGNORED_LABEL}, the label of a "
+            "document's last token; use torch.int64"
+        )
     first = min(batch.values(), key=torch.Tensor.dim)  # token ids say what is a row
     if cu_seqlens is None:
         dims = min(first.dim(), 2)
@@ -173,6 +203,11 @@ def _as_stream(
 
 
 def _lengths(cu_seqlens: torch.Tensor) -> list[int]:
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise InputError(
+            f"cu_seqlens is a {type(cu_seqlens).__name__}; it must be a tensor, int32 or int64, "
+            "[documents + 1]"
+        )
     bounds = cu_seqlens.tolist()
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(
@@ -200,12 +235,24 @@ def _agree(
     failed = [f"rank {r}: {a}" for r, a in zip(ranks, answers, strict=True) if " failed: " in a]
     if failed:
         raise InputError("\n".join(failed))
+    if len({answer.partition(" ")[0] for answer in answers}) > 1:
+        raise InputError(
+            f"the ranks of replica {context.replica} name different sources; pass the same "
+            f"source= on all of them\n{_listed(context, answers)}"
+        )
     if len({answer for answer in answers if not answer.endswith(" follows")}) > 1:
-        held = "\n".join(f"  rank {r}: {a}" for r, a in zip(ranks, answers, strict=True))
         raise InputError(
             f"the ranks of replica {context.replica} hold different batches; give them the same "
-            f"one, or use source=0\n{held}"
+            f"one, or use source=0\n{_listed(context, answers)}"
         )
+
+
+def _listed(context: ParallelContext, answers: Sequence[str]) -> str:
+    """Return what each rank of the replica answered, a line each."""
+    return "\n".join(
+        f"  rank {rank}: {answer}"
+        for rank, answer in zip(context.replica_ranks, answers, strict=True)
+    )
 
 
 def _fingerprint(stream: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> str:
@@ -224,7 +271,10 @@ def _broadcast(
     if group is None:
         return stream, lengths
     content = [({name: tensor.cpu() for name, tensor in stream.items()}, lengths)]
-    dist.broadcast_object_list(content, group=group, group_src=source, device=context.device)
+    try:
+        dist.broadcast_object_list(content, group=group, group_src=source, device=context.device)
+    except RuntimeError as error:
+        raise PeerError(f"the broadcast of the batch failed: {error}") from error
     return content[0]
 
 

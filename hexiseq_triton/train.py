@@ -10,9 +10,11 @@ printed and written to `timeline.json` (docs/recorded-runs.md).
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,9 @@ from hexiseq_triton.tracing.record import Forecast
 from hexiseq_triton.tracing.report import print_recorded, report_console
 from hexiseq_triton.training_config import TrainingConfig
 
+_OF_A_NODE = {"out", "timeout_seconds"}
+"""Fields of a configuration in which ranks may differ."""
+
 
 def train(
     plan: Plan | str | Path,
@@ -69,7 +74,8 @@ def train(
         The metrics of each step done here, the same losses on every rank.
 
     Raises:
-        ConfigError: if a field is wrong, or the model doesn't fit the plan.
+        ConfigError: if a field is wrong, or the model doesn't fit the plan; the same on every rank
+            if ranks have different configurations, models or documents.
         PlanError: as `hexiseq_triton.init` does.
         PeerError: if another rank failed; the message is that rank's.
     """
@@ -117,6 +123,7 @@ class Training:
         with context.guard():  # a file may be missing on one node only
             shape = model_config(config, context.plan)
             self.corpus = make_corpus(config)
+            _agree_on_run(context, config, shape, self.corpus)
         self.model = _sharded(shape, context, config)
         record_layers(self.model, context.timeline)
         self.optimizer = make_optimizer(self.model, config)
@@ -267,6 +274,27 @@ def model_config(config: TrainingConfig, plan: Plan) -> LlamaConfig:
             f"model {config.model} has vocab {shape.vocab}; bytes as tokens need {VOCAB} or more"
         )
     return shape
+
+
+def _agree_on_run(
+    context: ParallelContext, config: TrainingConfig, shape: LlamaConfig, corpus: Corpus
+) -> None:
+    """Let all ranks raise the same error, or train the same model alike on the same documents.
+
+    Where files are, and how long to wait, is each node's own affair.
+    """
+    own = {name: x for name, x in asdict(config).items() if name not in _OF_A_NODE}
+    own |= {"model": asdict(shape), "corpus": corpus.digest}
+    answers = [json.loads(answer) for answer in context.gather("run", json.dumps(own))]
+    differ = [name for name in own if any(answer[name] != own[name] for answer in answers)]
+    if differ:
+        held = "\n".join(
+            f"  rank {rank}: " + ", ".join(f"{name} {answer[name]}" for name in differ)
+            for rank, answer in enumerate(answers)
+        )
+        raise ConfigError(
+            f"ranks train differently; give all the same training file, model and documents\n{held}"
+        )
 
 
 def make_corpus(config: TrainingConfig) -> Corpus:

@@ -8,10 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+from hexiseq_triton.planner.files import FILE_CONFIG, Count, Positive, build, read_mapping
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)

@@ -120,3 +120,17 @@ def test_an_idle_rank_gets_no_sequence(folder: Path) -> None:
 
     assert pack.tokens.shape == (0,)
     assert pack.cu_seqlens.tolist() == [0]
+
+
+def test_a_folder_within_an_installation_is_a_folder(tmp_path: Path) -> None:
+    root = tmp_path / "site-packages" / "books"
+    (root / "site-packages").mkdir(parents=True)
+    (root / "a.py").write_text("aa", encoding="utf-8")
+    (root / "site-packages" / "b.py").write_text("bb", encoding="utf-8")
+
+    assert [document.path.name for document in Corpus(root).documents] == ["a.py"]
+
+
+def test_a_pattern_that_leads_out_of_the_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pattern is '/books/.*'"):
+        Corpus(tmp_path, pattern="/books/*.py")

@@ -244,3 +244,108 @@ def test_ranks_that_call_attention_differently_agree_that_they_do(pool: Pool, ho
     kind, text = same_error(pool.outcomes(different_calls, how))
     assert kind == "InputError"
     assert text.startswith("ranks call attention differently\n  rank 0: ")
+
+
+def one_rank_stops(rank: int, then: str) -> None:
+    """Worker: the user's own code fails on rank 1, the others go on."""
+    with init(THREE, device="cpu", timeout=SHORT) as context:
+        tensors, bounds = random_qkv(THREE, 40, 4, seed=0), torch.tensor([0, 40])
+        batch = context.shard(tensors, cu_seqlens=bounds)
+        if rank == 1:
+            raise KeyError("out of books")
+        if then == "shard":
+            context.shard(tensors, cu_seqlens=bounds)
+        elif then == "token_mean":
+            context.token_mean(torch.tensor(1.0), 1, grad_average=1)
+        else:
+            hexiseq_attention(*(batch[name] for name in "qkv"), context, batch.layout)
+
+
+@pytest.mark.parametrize("then", ["shard", "token_mean", "attention"])
+def test_what_ends_a_rank_outside_of_our_calls_reaches_the_others(
+    fresh_pool: Pool, then: str
+) -> None:
+    outcomes = fresh_pool.outcomes(one_rank_stops, then)
+    assert [outcome.kind for outcome in outcomes] == ["PeerError", "KeyError", "PeerError"]
+    for rank in (0, 2):
+        assert outcomes[rank].error == "rank 1: KeyError: 'out of books'"
+
+
+def one_has_no_device(rank: int) -> None:
+    """Worker: rank 1 finds no device."""
+    found = [DeviceReport("x", "cpu", 0), AssertionError("no driver"), DeviceReport("x", "cpu", 0)]
+    with mock.patch("hexiseq_triton.context.describe_device", side_effect=[found[rank]]):
+        init(THREE, device="cpu", timeout=SHORT)
+
+
+def test_a_rank_that_fails_within_init_tells_the_others(fresh_pool: Pool) -> None:
+    outcomes = fresh_pool.outcomes(one_has_no_device)
+    assert [outcome.kind for outcome in outcomes] == ["PeerError", "AssertionError", "PeerError"]
+    assert {outcomes[rank].error for rank in (0, 2)} == {"rank 1: AssertionError: no driver"}
+
+
+def one_names_no_device(rank: int) -> bool:
+    """Worker: rank 1 fails before it could tell anybody; then all try again."""
+    try:
+        init(FIVE, device="gpu" if rank == 1 else "cpu", timeout=timedelta(seconds=1))
+    except (RuntimeError, ValueError):
+        init(FIVE, device="cpu", timeout=TIMEOUT).close()
+        return True
+    return False
+
+
+def test_an_init_that_failed_on_one_rank_can_be_tried_again(pool: Pool) -> None:
+    assert pool.run(one_names_no_device) == [True] * 5
+
+
+def use_when_closed(rank: int, call: str) -> None:
+    """Worker: use a context after its end."""
+    with init(FIVE, device="cpu", timeout=TIMEOUT) as context:
+        batch = context.shard(random_qkv(FIVE, 80, 4, seed=0), cu_seqlens=torch.tensor([0, 80]))
+    if call == "token_mean":
+        context.token_mean(torch.tensor(float(rank)), 1, grad_average=1)
+    else:
+        hexiseq_attention(*(batch[name] for name in "qkv"), context, batch.layout)
+
+
+@pytest.mark.parametrize("call", ["token_mean", "attention"])
+def test_a_closed_context_says_so(pool: Pool, call: str) -> None:
+    kind, text = same_error(pool.outcomes(use_when_closed, call))
+    assert kind == "InputError"
+    assert text.startswith("this context is closed")
+
+
+def idle_ranks_shard(rank: int) -> list[list[str]]:
+    """Worker: agree many times; the idle ranks with nobody but themselves."""
+    plan = Plan.from_splits([Split((5, 5), (4, 4))], world_size=5)
+    with init(plan, device="cpu", timeout=SHORT) as context:
+        return [context.gather_in_replica("turn", f"{rank} {turn}") for turn in range(300)]
+
+
+def test_idle_ranks_do_not_take_part_in_each_others_agreement(pool: Pool) -> None:
+    found = pool.run(idle_ranks_shard)
+    for rank in (2, 3, 4):
+        assert found[rank] == [[f"{rank} {turn}"] for turn in range(300)]
+
+
+def attend_wrongly(rank: int, how: str) -> None:
+    """Worker: ask attention for what it cannot do."""
+    with init(FIVE, device="cpu", timeout=TIMEOUT) as context:
+        batch = context.shard(random_qkv(FIVE, 80, 4, seed=0), cu_seqlens=torch.tensor([0, 80]))
+        q, k, v = (batch[name].requires_grad_() for name in "qkv")
+        scale = -0.5 if how == "scale" else None
+        o = hexiseq_attention(q, k, v, context, batch.layout, softmax_scale=scale)
+        torch.autograd.grad(o.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("scale", "softmax_scale is -0.5; it must be positive"),
+        ("create_graph", "attention's gradients cannot be differentiated again"),
+    ],
+)
+def test_what_attention_would_do_wrongly_is_refused(pool: Pool, how: str, says: str) -> None:
+    kind, text = same_error(pool.outcomes(attend_wrongly, how))
+    assert kind == "InputError"
+    assert text.startswith(says)

@@ -64,10 +64,16 @@ def test_no_valid_token_anywhere_gives_zero_and_no_nan(pool: Pool) -> None:
 def refused(rank: int) -> list[str]:
     """Worker: return what wrong arguments say."""
     said = []
-    for loss, average in ((torch.zeros(2), 5), (torch.zeros(()), 0)):
+    wrong = [
+        (torch.zeros(2), 1, 5),
+        (torch.zeros(()), 1, 0),
+        (torch.zeros(()), torch.ones(1), 5),
+        (torch.zeros((), dtype=torch.int64), 1, 5),
+    ]
+    for loss, tokens, average in wrong:
         with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
             try:
-                context.token_mean(loss, 1, grad_average=average)
+                context.token_mean(loss, tokens, grad_average=average)
             except ValueError as error:
                 said.append(str(error))
     return said
@@ -78,4 +84,6 @@ def test_wrong_arguments_are_named(pool: Pool) -> None:
     assert first == [
         "loss_sum has shape (2,); pass the sum, a scalar",
         "grad_average is 0; it must be 1 or more",
+        "num_tokens has shape (1,); pass a scalar",
+        "loss_sum is torch.int64; it must be a floating dtype",
     ]

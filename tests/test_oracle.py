@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from drawn_plans import Case, cases
-from equality import NAMES_WITH_SINK, largest_errors, random_qkv, random_sink
+from equality import NAMES_WITH_SINK, largest_errors, planned, random_qkv, random_sink
 from hypothesis import HealthCheck, given, seed, settings
 from pool import TIMEOUT, Pool
 
@@ -138,6 +138,22 @@ def test_partials_may_travel_in_a_lower_precision(pool: Pool) -> None:
     assert max(errors["o"], errors["dq"]) <= TOLERANCE
     for name in ("dk", "dv"):
         assert TOLERANCE < errors[name] < 1e-5
+
+
+def under_autocast(rank: int, plan: Plan) -> None:
+    """Worker: autocast, forward and backward, changes no bit of attention in float32."""
+    torch.use_deterministic_algorithms(True)
+    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+        tensors = random_qkv(plan, 255, 4, seed=0, dtype=torch.float32)
+        expected = planned(context, tensors, [255], causal=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = planned(context, tensors, [255], causal=True)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_autocast_takes_no_precision_from_float32(pool: Pool) -> None:
+    pool.run(under_autocast, MUTATED.plan)
 
 
 def module_beside_function(rank: int, plan: Plan) -> None:

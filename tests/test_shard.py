@@ -95,6 +95,37 @@ def test_one_rank_can_give_the_batch_to_all(pool: Pool, source: int) -> None:
     assert pool.run(shard_from_source, source)[:4] == [IDS.tolist()] * 4
 
 
+def shard_from_sources(rank: int, sources: list[int | None], has_it: list[int]) -> None:
+    """Worker: each rank names its own source."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        batch = {"input_ids": IDS} if rank in has_it else None
+        context.shard(batch, source=sources[rank])
+
+
+@pytest.mark.parametrize(
+    ("sources", "has_it", "says"),
+    [
+        ([0, 0, 1, 0, 0], [0, 4], "the ranks of replica 0 name different sources"),
+        ([None, 0, None, None, None], [0, 2, 3, 4], "the ranks of replica 0 name different"),
+        ([4] * 5, [4], "rank 0: source=4 failed: source is 4; replica 0 has positions 0 to 3"),
+    ],
+)
+def test_sources_that_differ_or_do_not_exist_raise_the_same_error(
+    pool: Pool, sources: list[int | None], has_it: list[int], says: str
+) -> None:
+    outcomes = pool.outcomes(shard_from_sources, sources, has_it)
+    assert outcomes[4].kind == ""  # the idle rank has a batch of its own
+    assert {outcome.kind for outcome in outcomes[:4]} == {"InputError"}
+    assert len({outcome.error for outcome in outcomes[:4]}) == 1
+    assert outcomes[0].error.startswith(says)
+
+
+def test_an_idle_rank_without_a_batch_hears_that_nobody_sends_one(pool: Pool) -> None:
+    outcomes = pool.outcomes(shard_from_sources, [0] * 5, [0])
+    assert [outcome.kind for outcome in outcomes] == ["", "", "", "", "InputError"]
+    assert "this rank is idle, nobody sends it a batch" in outcomes[4].error
+
+
 def shard_differently(rank: int, how: str) -> None:
     """Worker: rank 1 comes with another batch."""
     with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
@@ -125,11 +156,19 @@ def test_different_batches_raise_the_same_error_on_every_rank(
     assert outcomes[0].error.startswith(says)
 
 
-BAD_BATCHES: dict[str, tuple[dict[str, torch.Tensor], torch.Tensor | None]] = {
+BAD_BATCHES: dict[str, tuple[Any, Any]] = {
     "the batch is empty": ({}, None),
     r"labels has shape \(3,\)": ({"input_ids": torch.zeros(4), "labels": torch.zeros(3)}, None),
     "must begin with 0 and never fall": ({"x": torch.zeros(4)}, torch.tensor([0, 3, 2, 4])),
     "cu_seqlens is torch.float32": ({"x": torch.zeros(4)}, torch.tensor([0.0, 4.0])),
+    "cu_seqlens is a list": ({"x": torch.zeros(4)}, [0, 4]),
+    r"scale is tensor\(2.\), a Tensor": ({"x": torch.zeros(4), "scale": torch.tensor(2.0)}, None),
+    "mask is None, a NoneType": ({"x": torch.zeros(4), "mask": None}, None),
+    "the batch is a Tensor": (torch.zeros(4), None),
+    "labels are torch.uint8, which cannot hold -100": (
+        {"labels": torch.zeros(4, dtype=torch.uint8)},
+        None,
+    ),
 }
 
 
@@ -161,3 +200,18 @@ def test_unshard_refuses_what_it_cannot_do(pool: Pool) -> None:
         "local has shape (3,); rank 0 holds 9 rows",
         "unshard carries no gradient; pass local.detach()",
     ]
+
+
+def unshard_differently(rank: int) -> None:
+    """Worker: rank 2 comes with another dtype, so its rows would be read as others."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        batch = context.shard({"input_ids": IDS})
+        local = batch["input_ids"].to(torch.float32 if rank == 2 else torch.float64)
+        context.unshard(local, batch.layout)
+
+
+def test_tensors_of_different_dtypes_are_not_unsharded(pool: Pool) -> None:
+    outcomes = pool.outcomes(unshard_differently)[:4]
+    assert {outcome.kind for outcome in outcomes} == {"InputError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "rank 2: torch.float32 with inner shape (), of 24 rows" in outcomes[0].error

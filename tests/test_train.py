@@ -128,8 +128,10 @@ def test_a_resumed_run_has_the_losses_of_one_never_interrupted(
 
     expected = [m.loss for m in pool.run(trained, plan, whole)[0]]
     pool.run(trained, plan, begun)
-    # as if the run had died while it wrote its last checkpoint
+    # as if the run had died while it wrote its last checkpoint and line
     Path(config.out, "checkpoints", "step-00000003", ".metadata").unlink()
+    with Path(config.out, "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+        metrics.write('{"step": 4, "lo')
     resumed = pool.run(trained, plan, rest)[0]
 
     assert [m.step for m in resumed] == [3, 4, 5]
@@ -222,10 +224,53 @@ def test_bf16_keeps_close_to_fp32_and_its_parameters_in_fp32(
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
 
 
+def trained_as(rank: int, plan: Plan, configs: list[TrainingConfig]) -> list[Any]:
+    """Worker: `train` on the CPU, each rank by its own configuration."""
+    return train(plan, configs[rank], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"lr": 0.5}, "  rank 4: lr 0.5"),
+        ({"steps": 4}, "  rank 4: steps 4"),
+        ({"corpus": CorpusOptions(max_document_tokens=200)}, "  rank 4: corpus "),
+    ],
+)
+def test_ranks_with_different_configurations_raise_the_same_error(
+    pool: Pool, config: TrainingConfig, changed: dict[str, Any], says: str
+) -> None:
+    configs = [*[config] * 4, replace(config, **changed)]
+
+    outcomes = pool.outcomes(trained_as, replicas_plan(), configs)
+
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert outcomes[0].error.startswith("ranks train differently")
+    assert outcomes[0].error.splitlines()[-1].startswith(says)
+
+
+@pytest.mark.parametrize(("layers", "ffn"), [(1, 48), (3, 48), (2, 64)])
+def test_a_checkpoint_of_another_model_is_refused(
+    pool: Pool, config: TrainingConfig, tmp_path: Path, layers: int, ffn: int
+) -> None:
+    pool.run(trained, uneven_plan(), replace(config, steps=1, checkpoint_every=1))
+    other = tmp_path / "other.yaml"
+    text = MODEL.replace("layers: 2", f"layers: {layers}").replace("ffn: 48", f"ffn: {ffn}")
+    other.write_text(text, encoding="utf-8")
+
+    outcomes = pool.outcomes(trained, uneven_plan(), replace(config, model=str(other), resume=True))
+
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "holds another model: blocks." in outcomes[0].error
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ("steps: 0", "steps is 0"),
+        ("steps: on", "steps is True: a number is needed"),
         ("lr: fast", "lr is 'fast'"),
         ("dtype: fp8", "dtype is 'fp8'.*'fp32' or 'bf16'"),
         ("stepps: 5", "stepps is no field here"),

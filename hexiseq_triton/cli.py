@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -35,8 +36,19 @@ class _Commands(TyperGroup):
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hexiseq {version('hexiseq-triton')}")
+        raise typer.Exit
+
+
 @app.callback()
-def hexiseq() -> None:
+def hexiseq(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
     """Plan and train on very long sequences over mixed GPUs."""
 
 

@@ -72,9 +72,10 @@ def node_commands(
 def ranks_per_node(plan: Plan) -> list[tuple[str, int]]:
     """Return the plan's nodes in rank order, each with its number of ranks.
 
-    An idle rank stands on no node of the plan; it runs beside the rank before it.
+    An idle rank that the plan puts on no node runs beside the rank before it.
     """
     node_of = {share.rank: share.node or "one host" for share in plan.shares}
+    node_of |= {idle.rank: idle.node for idle in plan.idle if idle.node is not None}
     ordered = [node_of[min(node_of)]]
     for rank in range(1, plan.world_size):
         ordered.append(node_of.get(rank, ordered[-1]))

@@ -10,6 +10,7 @@ from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import (
     ExchangePlan,
     GroupPlan,
+    IdleRank,
     Plan,
     RankShare,
     ReplicaPlan,
@@ -28,6 +29,7 @@ __all__ = [
     "ExchangePlan",
     "GpuSpec",
     "GroupPlan",
+    "IdleRank",
     "ModelSpec",
     "Plan",
     "RankShare",

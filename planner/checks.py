@@ -47,7 +47,7 @@ def _check_numbers(plan: Plan) -> None:
 def _check_ranks(plan: Plan) -> None:
     if not plan.replicas:
         raise PlanError("the plan has no replica")
-    times = Counter(share.rank for share in plan.shares)
+    times = Counter([share.rank for share in plan.shares] + [idle.rank for idle in plan.idle])
     twice = sorted(rank for rank, count in times.items() if count > 1)
     if twice:
         raise PlanError(f"ranks {twice} stand in the plan more than once")

@@ -122,6 +122,8 @@ def _lines(error: ValidationError, source: str) -> list[str]:
             lines.append(f"{source}: {field} is missing")
         elif fault["type"] == "unexpected_keyword_argument":
             lines.append(f"{source}: {field} is no field here; remove it or correct its name")
+        elif fault["type"] == "value_error" and not fault["loc"]:
+            lines.append(f"{source}: {message}")  # of fields that contradict each other
         elif isinstance(fault["input"], dict | list | tuple):
             lines.append(f"{source}: {field}: {message}")
         else:

@@ -15,6 +15,8 @@ from hexiseq_triton.planner.files import FILE_CONFIG, Count, build, read_mapping
 from hexiseq_triton.planner.gpus import nearest
 
 PRESETS = Path(__file__).with_name("models.yaml")
+_FILES = (".json", ".yaml", ".yml")
+"""How the names of files end; in others a dot is part of a model's name."""
 
 _HUGGING_FACE = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -26,16 +28,30 @@ _HUGGING_FACE = {
     "vocab": ("vocab_size",),
     "tied": ("tie_word_embeddings",),
 }
-_PLAIN_MLP = {"gpt2", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "gpt_bigcode"}
+_PLAIN_MLP = {
+    *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode"),
+    *("gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "nanochat", "nemotron", "opt"),
+    *("persimmon", "phi", "starcoder2"),
+}
 """Hugging Face model types whose MLP has two matrices; all others count as gated."""
-_TIED = {"gpt2", "opt", "falcon", "starcoder2", "gpt_bigcode", "gemma", "gemma2", "gemma3_text"}
+_TIED = {
+    *("biogpt", "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2"),
+    *("gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "opt", "smollm3"),
+    "starcoder2",
+}
 """Hugging Face model types that share the embedding unless the configuration says otherwise."""
 _NOT_MODELLED = {
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
+    "moe_num_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
     "kv_lora_rank": "latent attention",
     "sliding_window": "a sliding window",
+    "linear_conv_kernel_dim": "linear attention",
+    "mamba_d_state": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "lru_width": "recurrent layers",
+    "conv_L_cache": "convolution layers",
 }
 """Fields of a Hugging Face configuration that change the costs in ways unknown here."""
 
@@ -70,7 +86,7 @@ class ModelSpec:
         if str(name_or_path) in presets():
             return presets()[str(name_or_path)]
         path = Path(name_or_path)
-        if not path.suffix and not path.exists():
+        if path.suffix not in _FILES and not path.exists():
             raise ConfigError(
                 f"model is {str(name_or_path)!r}; presets near it: "
                 f"{nearest(str(name_or_path), presets())}; or give a config.json or a YAML file"
@@ -78,7 +94,9 @@ class ModelSpec:
         content = read_mapping(path)
         if "text_config" in content or "model_type" in content:
             text = content.get("text_config")
-            content = from_hugging_face(text if isinstance(text, dict) else content, str(path))
+            if isinstance(text, dict):  # whether the embedding is shared may stand outside of it
+                content = {"tie_word_embeddings": content.get("tie_word_embeddings")} | text
+            content = from_hugging_face(content, str(path))
         return build(cls, content, str(path))
 
     @property

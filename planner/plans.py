@@ -53,6 +53,15 @@ class RankShare:
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
+class IdleRank:
+    """A rank without tokens and heads: where it stands, and its part of the model's states."""
+
+    rank: int
+    gpu: str | None = None
+    node: str | None = None
+
+
+@dataclass(frozen=True, config=FILE_CONFIG)
 class GroupPlan:
     """A head-parallel group: its ranks hold every query head once, over the group's tokens."""
 
@@ -145,6 +154,7 @@ class Plan:
     `gap` is how far the step may be from the best: `step_seconds / lower_bound_seconds - 1`;
     `gap_parts` says where it comes from and adds up to it (`gap.gap_parts`).
     `recompute` is what the memory figures assume of training; None in plans written by hand.
+    `idle` are the ranks outside all groups; plans written by hand may leave them out.
     `device_names` holds, for each `gpu` of a rank, the names under which CUDA may report it; the
     runtime refuses other devices. A GPU without names runs anywhere.
     `notes` say what a reader should know of how the plan was made. The runtime refuses a plan that
@@ -156,6 +166,7 @@ class Plan:
     num_heads: int
     num_kv_heads: int
     replicas: tuple[ReplicaPlan, ...]
+    idle: tuple[IdleRank, ...] = ()
     head_dim: int | None = None
     causal: bool = True
     accumulation: int = 1

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hexiseq_triton.errors import InfeasibleError
 from hexiseq_triton.planner.balance import Dealing, balanced
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import evaluate
+from hexiseq_triton.planner.explain import check_made_for
 from hexiseq_triton.planner.files import build
+from hexiseq_triton.planner.layouts import out_of_memory
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.moves import moved
 from hexiseq_triton.planner.plans import Plan, ReplicaPlan
 from hexiseq_triton.planner.problem import Layout, Problem, Replica
+from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.stages import Frame, Ranks, Splitter
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.planner.write import written
@@ -31,6 +35,7 @@ def resplit(
     *,
     seq_len: int,
     documents: Sequence[int] | None = None,
+    memory_limit_share: float = MEMORY_LIMIT_SHARE,
 ) -> Plan:
     """Return the plan with tokens and heads for sequences of another length.
 
@@ -40,11 +45,14 @@ def resplit(
         model: that the plan was made for.
         seq_len: tokens of one sequence.
         documents: lengths of the documents in a sequence; one document if left out.
+        memory_limit_share: how much of each GPU's memory may be used.
 
     Raises:
         ConfigError: if an argument is wrong.
-        PlanError: if the plan does not suit the cluster or the model.
+        InfeasibleError: if the groups cannot hold sequences of this length.
+        PlanError: if the plan was made for another cluster or model.
     """
+    check_made_for(plan, cluster, model)
     fields: dict[str, object] = {
         "seq_len": seq_len,
         "global_batch": plan.global_batch,
@@ -55,10 +63,13 @@ def resplit(
     if documents is not None:
         fields["documents"] = documents
     workload = build(Workload, fields, "resplit")
-    problem = Problem(cluster, model, workload, plan.exchange)
+    problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
     replicas = _resplit(Splitter(problem), plan)
     layout = Layout(plan.strategy, replicas, plan.accumulation, plan.exchange.arrangement)
-    result = written(problem, evaluate(problem, layout), plan.strategy, {}, plan.notes)
+    cost = evaluate(problem, layout)
+    if not cost.fits:
+        raise InfeasibleError(f"seq_len {seq_len} does not fit: {out_of_memory(problem, cost)}")
+    result = written(problem, cost, plan.strategy, {}, plan.notes)
     result.validate()
     return result
 

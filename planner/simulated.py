@@ -27,6 +27,8 @@ _GAIN = 0.99
 def simulated(problem: Problem) -> tuple[Cost, str] | None:
     """Return the fastest layout in the simulator with what it says of it; None if none fits."""
     runnable, judge = Contenders.of(problem).runnable, Judge("direct")
+    if problem.workload.documents is not None:  # the search took their work as even
+        runnable = [evaluate(cost.problem, cost.layout) for cost in runnable]
     ranked = judge.ranked(runnable)
     if not ranked:
         return None

@@ -76,6 +76,8 @@ def plan(
             f"time_limit_seconds is {time_limit_seconds}, and the strategy is {SIMULATED!r}, which "
             f"looks at a fixed number of layouts; leave the limit out, or take {SEARCH!r}"
         )
+    if time_limit_seconds is not None and not time_limit_seconds >= 0:
+        raise ConfigError(f"time_limit_seconds is {time_limit_seconds}; it is seconds, from 0")
     fields = {
         "seq_len": seq_len,
         "documents": documents,
@@ -210,7 +212,7 @@ def _simulated(problem: Problem) -> tuple[Cost, str]:
 def _descended(problem: Problem, strategy: str) -> Cost:
     from hexiseq_triton.planner.descent import descended  # numba is slow to import
 
-    cost = descended(problem, DESCENTS[strategy])
+    cost = evaluate(problem, descended(problem, DESCENTS[strategy]).layout)
     if not cost.fits:
         raise InfeasibleError(f"{strategy}: {out_of_memory(problem, cost)}")
     return cost

@@ -10,6 +10,8 @@ from pydantic.dataclasses import dataclass
 from hexiseq_triton.planner.files import FILE_CONFIG
 
 Count = Annotated[int, Field(ge=1)]
+MOST_TOKENS, MOST_SEQUENCES = 2**40, 2**20
+"""Of a sequence, and of a step: more is a slip, and products of more would overflow."""
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
@@ -22,8 +24,8 @@ class Workload:
     `recompute` "full" keeps only each layer's input for backward.
     """
 
-    seq_len: Count
-    global_batch: Count = 8
+    seq_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    global_batch: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 8
     accumulation: Count | None = None
     dtype: Literal["bf16"] = "bf16"
     recompute: Literal["full", "none"] = "full"

@@ -16,6 +16,7 @@ from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import (
     BaselineResult,
     GroupPlan,
+    IdleRank,
     Plan,
     Prediction,
     RankShare,
@@ -51,12 +52,19 @@ def written(
         )
         for replica in layout.replicas
     )
+    working = {rank for group in layout.groups for rank in group.ranks}
+    idle = tuple(
+        IdleRank(device.rank, device.gpu, device.node)
+        for device in problem.cluster.devices
+        if device.rank not in working
+    )
     return Plan(
         world_size=problem.cluster.world_size,
         seq_len=workload.seq_len,
         num_heads=model.heads,
         num_kv_heads=model.kv_heads,
         replicas=replicas,
+        idle=idle,
         head_dim=model.head_dim,
         causal=workload.causal,
         accumulation=layout.accumulation,
@@ -73,8 +81,8 @@ def written(
         device_names={name: gpu.device_names for name, gpu in problem.cluster.gpus.items()},
         made_from={
             "cluster": problem.cluster.digest,
-            "model": _digest(model),
-            "workload": _digest(workload),
+            "model": noun_digest(model),
+            "workload": noun_digest(workload),
         },
     )
 
@@ -110,6 +118,7 @@ def _group_plan(problem: Problem, cost: Cost, group: Group) -> GroupPlan:
     return GroupPlan(tuple(shares))
 
 
-def _digest(noun: ModelSpec | Workload) -> str:
+def noun_digest(noun: ModelSpec | Workload) -> str:
+    """Return the hash by which a plan's `made_from` knows a model or a workload."""
     content = asdict(noun)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

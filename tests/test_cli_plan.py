@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ def hexiseq_plan(
 def succeeded(result: Result) -> str:
     assert result.exit_code == 0, result.stderr or result.exception
     return result.stdout
+
+
+def test_the_version_is_the_packages() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+
+    assert (result.exit_code, result.stdout) == (0, f"hexiseq {version('hexiseq-triton')}\n")
 
 
 def test_json_is_one_object_with_everything_the_planner_knows() -> None:
@@ -104,6 +111,31 @@ def test_documents_change_the_prediction_and_label_the_plan(tmp_path: Path) -> N
     assert whole["notes"] == []
 
 
+def test_the_bound_is_the_plans_under_a_memory_limit() -> None:
+    options = ("--global-batch", "4", "--memory-limit-share", "0.6", "--json")
+    printed = json.loads(succeeded(hexiseq_plan(*options, seq_len=524288)))
+
+    assert printed["bounds"]["passes"] == 2
+    assert printed["bounds"]["layers"] == printed["lower_bound_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "message"),
+    [
+        ("--out", "absent/plan.json", "--out is absent/plan.json; there is no folder absent"),
+        ("--out", ".", "--out is ., which is a folder"),
+        ("--report", "absent/plan.html", "there is no folder absent"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_planning(
+    option: str, path: str, message: str
+) -> None:
+    result = hexiseq_plan(option, path, cluster=Path("absent.yaml"))
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_the_report_is_written(tmp_path: Path) -> None:
     succeeded(hexiseq_plan("--report", str(tmp_path / "plan.html")))
 
@@ -141,9 +173,13 @@ def test_the_splits_are_certified_on_demand() -> None:
         assert 0 < certificate["proved_seconds"] <= certificate["seconds"] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("documents", [(), ("--documents", "3000,1096")], ids=["one", "two"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_is_explained_by_its_own_cost(strategy: str) -> None:
-    printed = json.loads(succeeded(hexiseq_plan("--json", "--explain", "--strategy", strategy)))
+def test_every_strategy_is_explained_by_its_own_cost(
+    strategy: str, documents: tuple[str, ...]
+) -> None:
+    options = ("--json", "--explain", "--strategy", strategy, *documents)
+    printed = json.loads(succeeded(hexiseq_plan(*options)))
 
     step = printed["predicted"]["step_seconds"]
     for rank in range(4):
@@ -164,6 +200,10 @@ def test_every_strategy_is_explained_by_its_own_cost(strategy: str) -> None:
         ({}, ("--gpus", "none.yaml"), "none.yaml: cannot be read"),
         ({}, ("--strategy", "magic"), "strategy is 'magic'; it is one of hexiseq"),
         ({}, ("--memory-limit-share", "2"), "memory_limit_share is 2"),
+        ({}, ("--time-limit-seconds", "nan"), "time_limit_seconds is nan"),
+        ({}, ("--accumulation", "3"), "plan: global_batch 8 does not divide by accumulation 3"),
+        ({}, ("--global-batch", "1000000000"), "global_batch is 1000000000"),
+        ({"seq_len": 10**20}, (), "seq_len is 100000000000000000000"),
     ],
 )
 def test_errors_are_one_message_on_stderr_and_exit_code_2(

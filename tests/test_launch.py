@@ -15,7 +15,15 @@ from typer.testing import CliRunner
 from hexiseq_triton.cli import app
 from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.launch import node_commands, ranks_per_node, sbatch_file
-from hexiseq_triton.planner import GroupPlan, Plan, ReplicaPlan, Split
+from hexiseq_triton.planner import (
+    Cluster,
+    GroupPlan,
+    IdleRank,
+    Plan,
+    ReplicaPlan,
+    Split,
+    plan,
+)
 
 PROGRAM = ("hexiseq", "train", "--plan", "plan.json", "--config", "my train.yaml")
 
@@ -61,10 +69,32 @@ def test_a_plan_without_nodes_runs_on_one_host() -> None:
     assert "--nproc-per-node=4" in command.arguments
 
 
-def test_an_idle_rank_runs_beside_the_rank_before_it() -> None:
+def test_an_idle_rank_of_no_node_runs_beside_the_rank_before_it() -> None:
     plan = Plan.from_splits([Split((5, 4), (2, 2), ranks=(0, 2))], world_size=4)
 
     assert ranks_per_node(on_nodes(plan, "a", "", "b")) == [("a", 2), ("b", 2)]
+
+
+def test_an_idle_rank_runs_on_its_own_node() -> None:
+    cluster = {
+        "inter_gb_per_s": 1,
+        "nodes": [
+            {"name": "a", "gpus": ["slow"]},
+            {"name": "b", "gpus": ["fast", "slow"]},
+            {"name": "c", "count": 2, "gpus": ["slow"]},
+        ],
+        "gpus": {
+            "fast": {"dense_tflops": 900, "memory_gb": 80, "network_gb_per_s": 1},
+            "slow": {"dense_tflops": 1, "memory_gb": 80, "network_gb_per_s": 1},
+        },
+    }
+    made = plan(Cluster.from_mapping(cluster), "tiny", seq_len=4096, global_batch=1)
+
+    assert [share.rank for share in made.shares] == [1]
+    assert made.idle == tuple(
+        IdleRank(rank, "slow", node) for rank, node in ((0, "a"), (2, "b"), (3, "c-0"), (4, "c-1"))
+    )
+    assert ranks_per_node(made) == [("a", 1), ("b", 2), ("c-0", 1), ("c-1", 1)]
 
 
 def test_a_wrong_number_of_hosts_names_hosts_and_nodes() -> None:
@@ -80,6 +110,17 @@ def test_ranks_that_go_back_and_forth_between_nodes_are_refused() -> None:
 
     with pytest.raises(PlanError, match="nodes a, b, a, in rank order"):
         node_commands(plan, ["x", "y"], PROGRAM)
+
+
+def test_a_plan_that_the_runtime_refuses_is_not_launched(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    replace(three_and_one(), executable=False, notes=("only to be looked at",)).save(path)
+
+    result = CliRunner().invoke(app, ["launch", "--plan", str(path), "--hosts", "a,b"])
+
+    assert result.exit_code == 2
+    assert "the plan cannot be carried out: only to be looked at" in result.stderr
+    assert result.stdout == ""
 
 
 def executable(path: Path, text: str) -> None:

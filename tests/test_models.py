@@ -75,6 +75,13 @@ def test_hugging_face_text_config_is_found(tmp_path: Path) -> None:
     assert ModelSpec.load(config_file(tmp_path, wrapped)) == ModelSpec.load("llama3-8b")
 
 
+def test_hugging_face_text_config_shares_its_embedding_as_said_outside(tmp_path: Path) -> None:
+    text = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    wrapped = {"model_type": "any", "tie_word_embeddings": True, "text_config": text}
+
+    assert ModelSpec.load(config_file(tmp_path, wrapped)).tied
+
+
 def test_hugging_face_gpt2_has_a_plain_mlp_of_four_times_hidden(tmp_path: Path) -> None:
     model = ModelSpec.load(config_file(tmp_path, GPT2))
 
@@ -97,6 +104,9 @@ def test_hugging_face_gpt2_has_a_plain_mlp_of_four_times_hidden(tmp_path: Path) 
         ),
         ({"model_type": "opt", "ffn_dim": 999, "num_attention_heads": 64}, {"ffn": 999}),
         ({"tie_word_embeddings": False, "model_type": "opt"}, {"tied": False}),
+        ({"model_type": "nemotron"}, {"gated": False, "tied": False}),
+        ({"model_type": "bloom"}, {"gated": False, "tied": True}),
+        ({"model_type": "smollm3"}, {"gated": True, "tied": True}),
         ({"sliding_window": None}, {"kv_heads": 71}),
         ({"sliding_window": 4096, "use_sliding_window": False}, {"tied": False}),
     ],
@@ -116,7 +126,12 @@ def test_hugging_face_families_keep_their_habits(
     [
         ("num_local_experts", 8, "a mixture of experts"),
         ("n_routed_experts", 256, "a mixture of experts"),
+        ("moe_num_experts", 64, "a mixture of experts"),
         ("kv_lora_rank", 512, "latent attention"),
+        ("linear_conv_kernel_dim", 4, "linear attention"),
+        ("mamba_d_state", 256, "state-space layers"),
+        ("lru_width", 2560, "recurrent layers"),
+        ("conv_L_cache", 3, "convolution layers"),
         ("sliding_window", 4096, "a sliding window"),
     ],
 )
@@ -144,9 +159,10 @@ def test_yaml_file_of_the_fields_loads(tmp_path: Path) -> None:
     assert ModelSpec.load(path) == ModelSpec(layers=2, hidden=64, heads=4, ffn=128, vocab=99)
 
 
-def test_unknown_preset_names_those_near_it() -> None:
-    with pytest.raises(ConfigError, match=r"'llama-8b'; presets near it: llama3-8b"):
-        ModelSpec.load("llama-8b")
+@pytest.mark.parametrize("name", ["llama-8b", "llama3.1-8b"])
+def test_unknown_preset_names_those_near_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}'; presets near it: llama3-8b"):
+        ModelSpec.load(name)
 
 
 @pytest.mark.parametrize(

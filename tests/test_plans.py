@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hexiseq_triton.errors import ConfigError, PlanError
-from hexiseq_triton.planner import GroupPlan, Plan, RankShare, Split
+from hexiseq_triton.planner import GroupPlan, IdleRank, Plan, RankShare, Split
 from hexiseq_triton.planner.heads import kv_heads_of
 
 PLAN = Plan.from_splits(
@@ -73,6 +73,11 @@ def with_share(index: int, **changes: Any) -> Plan:
     [
         (lambda: with_share(0, rank=3), r"ranks \[3\] stand in the plan more than once"),
         (lambda: with_share(0, rank=7), r"ranks \[7\] lie outside a world of 5"),
+        (
+            lambda: replace(PLAN, idle=(IdleRank(3),)),
+            r"ranks \[3\] stand in the plan more than once",
+        ),
+        (lambda: replace(PLAN, idle=(IdleRank(5),)), r"ranks \[5\] lie outside a world of 5"),
         (lambda: with_share(1, tokens=21), "holds 101 tokens; 1 sequences of 100 are 100"),
         (lambda: with_share(1, tokens=-1), "rank 1 holds -1 tokens"),
         (lambda: with_share(2, q_heads=(5, 8), kv_heads=(1, 2)), "every head once"),

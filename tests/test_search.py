@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from drawn_problems import EXAMPLES, drawn_cluster, drawn_problem, problem_for
 
-from hexiseq_triton.errors import ConfigError, InfeasibleError
+from hexiseq_triton.errors import ConfigError, InfeasibleError, PlanError
 from hexiseq_triton.planner.capacity import longest_seq_len
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.compositions import composed
@@ -328,6 +328,18 @@ def test_a_resplit_plan_keeps_its_groups_and_holds_the_new_tokens() -> None:
         ]
         assert new.tokens == new.sequences * 50001
     assert step_seconds(again) < step_seconds(first)
+
+
+def test_resplitting_refuses_another_cluster_or_model_and_what_does_not_fit() -> None:
+    cluster, model = Cluster.load(TWO_AND_TWO), ModelSpec.load("tiny")
+    first = plan(cluster, model, seq_len=4096)
+
+    with pytest.raises(PlanError, match="the plan is for 4 ranks and was given 16"):
+        resplit(first, Cluster.load(SIXTEEN), model, seq_len=5000)
+    with pytest.raises(PlanError, match="made for another model"):
+        resplit(first, cluster, replace(model, layers=5), seq_len=5000)
+    with pytest.raises(InfeasibleError, match="seq_len 1000000000 does not fit: out of memory"):
+        resplit(first, cluster, model, seq_len=10**9)
 
 
 def test_resplitting_for_the_same_batch_is_about_as_good_as_the_plan() -> None:

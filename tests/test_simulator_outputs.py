@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from hexiseq_triton.cli import app
 from hexiseq_triton.errors import ConfigError, PlanError
-from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split
+from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split, plan
 from hexiseq_triton.planner.cost import evaluate
+from hexiseq_triton.planner.explain import workload_of
 from hexiseq_triton.planner.simulator import simulate, simulate_plan
 from hexiseq_triton.planner.simulator.lengths import at_length, powers_around
 from hexiseq_triton.planner.simulator.trace import LANES, trace_events
@@ -148,7 +149,7 @@ def test_a_cluster_with_other_gpus_is_refused(files: Path) -> None:
     (files / "three.yaml").write_text(yaml.safe_dump({"nodes": nodes, "gpus": {"card": CARD}}))
     code, _, err = run(files, "--cluster", "three.yaml")
     assert code == 2
-    assert "the plan is for 4 ranks and is to be simulated with 3" in err
+    assert "the plan is for 4 ranks and was given 3" in err
 
 
 def test_an_edited_plan_is_refused(files: Path) -> None:
@@ -165,7 +166,12 @@ def test_an_edited_plan_is_refused(files: Path) -> None:
         (["--straggler", "x"], "--straggler is 'x'; it is RANK:FACTOR"),
         (["--straggler", "9:2"], "there is no rank 9; ranks are 0 to 3"),
         (["--straggler", "1:0"], "rank 1 has factor 0.0"),
+        (["--straggler", "1:2", "--straggler", "1:3"], "rank 1 stands twice"),
         (["--jitter", "2"], "jitter is 2.0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--documents", "30,30"], "documents hold 60 tokens"),
+        (["--trace", "absent/step.json"], "--trace is absent/step.json; there is no folder absent"),
+        (["--plots", "model.yaml"], "is no folder"),
         (["--oversubscription", "0.5"], "oversubscription is 0.5"),
         (["--mode", "all_gather"], "all_gather is simulated for groups of one rank only"),
     ],
@@ -181,6 +187,19 @@ def test_a_plan_for_other_links_is_refused(files: Path) -> None:
     plan = replace(Plan.load(files / "plan.json"), made_from={"cluster": "0" * 64})
     with pytest.raises(PlanError, match="the same GPUs, but other links or rates"):
         simulate_plan(plan, Cluster.load(cluster), ModelSpec.load(model))
+
+
+def test_a_plan_for_another_model_or_other_documents_is_refused() -> None:
+    cluster = Cluster.from_mapping({"nodes": NODES, "gpus": {"card": CARD}})
+    made = plan(cluster, MODEL, seq_len=1000, documents=(400, 600), global_batch=1)
+
+    with pytest.raises(PlanError, match="made for another model: the same heads"):
+        simulate_plan(made, cluster, replace(MODEL, layers=MODEL.layers + 1))
+    with pytest.raises(PlanError, match="made for other documents"):
+        simulate_plan(made, cluster, MODEL)
+    found = simulate_plan(made, cluster, MODEL, workload_of(made, (400, 600)))
+    assert made.predicted is not None
+    assert found.cost.step_seconds == made.predicted.step_seconds
 
 
 def test_an_unknown_mode_is_refused() -> None:

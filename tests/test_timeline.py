@@ -12,6 +12,7 @@ import torch
 from drawn_problems import EXAMPLES
 from rich.console import Console
 
+from hexiseq_triton.errors import PlanError
 from hexiseq_triton.planner import Cluster, Plan, Split, plan
 from hexiseq_triton.planner.explain import cost_of
 from hexiseq_triton.planner.models import ModelSpec
@@ -151,6 +152,12 @@ def made() -> Plan:
 def forecast(*, phases: bool) -> Forecast:
     cluster = Cluster.load(EXAMPLES / "2-fast-2-slow.yaml") if phases else None
     return Forecast.of(made(), cluster, ModelSpec.load("tiny"))
+
+
+def test_a_forecast_for_another_cluster_is_refused() -> None:
+    cluster = Cluster.load(EXAMPLES / "8xh100-8xa100.yaml")
+    with pytest.raises(PlanError, match="the plan is for 4 ranks and was given 16"):
+        Forecast.of(made(), cluster, ModelSpec.load("tiny"))
 
 
 def expected_phases() -> list[Phases]:

@@ -232,6 +232,10 @@ def test_the_command_draws_and_dumps(file: Path, tmp_path: Path) -> None:
     assert found["variants"][0]["price_per_hour"] == 4 * 1.0 + 2 * 2.5
     assert any(each["on_frontier"] for each in found["variants"])
 
+    code, _, error = run(*words, "--global-batch", "0")
+    assert code == 2
+    assert "hexiseq: whatif: global_batch is 0" in error
+
     code, _, error = run(*words, "--add", "8xH999")
     assert code == 2
     assert "hexiseq: --add 8xH999: 'H999' is no known GPU" in error

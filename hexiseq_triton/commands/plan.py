@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from hexiseq_triton.commands.files import GpuFileOption
+from hexiseq_triton.commands.options import file_to_write, lengths_of
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.bound import lower_bound
 from hexiseq_triton.planner.certify import certify
@@ -73,8 +74,12 @@ def plan_command(
         bool,
         typer.Option("--certify", help="let CBC tighten the bound, and seek better splits"),
     ] = False,
-    report: Annotated[Path | None, typer.Option(help="write an HTML page with plots")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="write an HTML page with plots", callback=file_to_write)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write the plan to this file", callback=file_to_write)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Find the fastest plan for training MODEL on CLUSTER."""
@@ -86,7 +91,7 @@ def plan_command(
         "global_batch": global_batch,
         "accumulation": accumulation,
         "recompute": recompute,
-        "documents": _lengths(documents),
+        "documents": lengths_of(documents),
     }
     options: dict[str, Any] = {
         "strategy": strategy,
@@ -102,7 +107,8 @@ def plan_command(
         result = plan(loaded_cluster, loaded_model, seq_len=seq_len, **workload, **options)
     planning_seconds = time.perf_counter() - start
 
-    cost = cost_of(result, loaded_cluster, loaded_model, Workload(result.seq_len, **workload))
+    steps = Workload(result.seq_len, **workload)
+    cost = cost_of(result, loaded_cluster, loaded_model, steps, memory_limit_share)
     if out is not None:
         result.save(out)
     if report is not None:
@@ -134,18 +140,6 @@ def _print_terms(plan: Plan, cost: Cost, console: Console) -> None:
     for table in terms_tables(plan, terms_of(cost)):
         console.print(table)
     print_line(step_line(cost), console)
-
-
-def _lengths(documents: str | None) -> tuple[int, ...] | None:
-    """Return the lengths in "3000,1096"."""
-    if documents is None:
-        return None
-    try:
-        return tuple(int(length) for length in documents.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--documents is {documents!r}; it is lengths with commas between them"
-        ) from error
 
 
 def plan_summary(plan: Plan, cluster: Cluster, terms: Terms | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from hexiseq_triton.commands.options import file_to_write
 from hexiseq_triton.commands.train import EmulateLinks, EmulateMemory, EmulateSms
 from hexiseq_triton.errors import ConfigError
 
@@ -22,7 +23,9 @@ TIMEOUT = timedelta(minutes=5)
 
 
 def profile_command(
-    out: Annotated[Path, typer.Option(help="write the cluster file here")] = Path("cluster.yaml"),
+    out: Annotated[
+        Path, typer.Option(help="write the cluster file here", callback=file_to_write)
+    ] = Path("cluster.yaml"),
     model: Annotated[
         str, typer.Option(help="preset or file: the layer that is measured")
     ] = "llama3-8b",

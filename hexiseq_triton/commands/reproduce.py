@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hexiseq_triton.commands.options import folder_to_write
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.reproduction.checks import checks
 from hexiseq_triton.planner.reproduction.experiments import Named, load_experiments
@@ -32,9 +33,10 @@ def reproduce_command(
     experiments: Annotated[
         Path, typer.Option(help="folder with a YAML file for each experiment")
     ] = Path("bench/experiments"),
-    out: Annotated[Path, typer.Option(help="folder for results, summary and plots")] = Path(
-        "bench/results/reproduction"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="folder for results, summary and plots", callback=folder_to_write),
+    ] = Path("bench/results/reproduction"),
     page: Annotated[Path, typer.Option(help="where the page is written")] = Path(
         "docs/reproduction.md"
     ),

@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 
 from hexiseq_triton.commands.files import GpuFileOption
+from hexiseq_triton.commands.options import file_to_write, folder_to_write, lengths_of
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.clusters import Cluster
+from hexiseq_triton.planner.explain import workload_of
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.simulator import Conditions, Mode, Simulation, simulate, simulate_plan
@@ -29,6 +31,9 @@ def simulate_command(
     plan: Annotated[Path, typer.Option(help="plan file of `hexiseq plan`")],
     cluster: Annotated[Path, typer.Option(help="the cluster file it was made for")],
     model: Annotated[str, typer.Option(help="preset name, config.json, or YAML file")],
+    documents: Annotated[
+        str | None, typer.Option(help="lengths of the documents the plan was made for: 3000,1096")
+    ] = None,
     gpus: GpuFileOption = None,
     mode: Annotated[
         Mode | None,
@@ -49,19 +54,28 @@ def simulate_command(
     copy_engine: Annotated[
         bool, typer.Option("--copy-engine", help="copy engines move keys inside nodes")
     ] = False,
-    trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto")] = None,
-    plots: Annotated[Path | None, typer.Option(help="write plots as PNG into this folder")] = None,
-    report: Annotated[Path | None, typer.Option(help="write an HTML page with plots")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="write a trace for Perfetto", callback=file_to_write)
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(help="write plots as PNG into this folder", callback=folder_to_write),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="write an HTML page with plots", callback=file_to_write)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Simulate one training step of PLAN on CLUSTER; no GPU is needed."""
     conditions = Conditions(
         jitter, seed, _stragglers(straggler or []), oversubscription, copy_engine
     )
+    loaded_plan = Plan.load(plan)
     found = simulate_plan(
-        Plan.load(plan),
+        loaded_plan,
         Cluster.load(cluster, gpus),
         ModelSpec.load(model),
+        workload_of(loaded_plan, lengths_of(documents)),
         mode=mode,
         engine=engine,
         conditions=conditions,
@@ -111,15 +125,18 @@ def _draw(found: Simulation, plots: Path | None, report: Path | None) -> None:
 
 def _stragglers(texts: list[str]) -> dict[int, float]:
     """Return the factors of "3:1.5" and the like, by rank."""
-    found = {}
+    found: dict[int, float] = {}
     for text in texts:
         rank, _, factor = text.partition(":")
         try:
-            found[int(rank)] = float(factor)
+            number, times = int(rank), float(factor)
         except ValueError as error:
             raise ConfigError(
                 f"--straggler is {text!r}; it is RANK:FACTOR, such as 3:1.5"
             ) from error
+        if number in found:
+            raise ConfigError(f"--straggler {text}: rank {number} stands twice; give it once")
+        found[number] = times
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hexiseq_triton.commands.options import file_to_write, folder_to_write
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.launch import DEFAULT_PORT, node_commands, sbatch_file
 from hexiseq_triton.planner.plans import Plan
@@ -35,7 +36,10 @@ def train_command(
     config: TrainingFile,
     cluster: ClusterOption = None,
     trace: Annotated[
-        Path | None, typer.Option(help="write observed steps of all ranks, for Perfetto")
+        Path | None,
+        typer.Option(
+            help="write observed steps of all ranks, for Perfetto", callback=file_to_write
+        ),
     ] = None,
     emulate_sms: EmulateSms = None,
     emulate_memory_gb: EmulateMemory = None,
@@ -58,13 +62,19 @@ def launch_command(
     plan: PlanFile,
     hosts: Annotated[str, typer.Option(help="a host for each node of the plan: a,b")],
     config: Annotated[Path, typer.Option(help="training file")] = Path("train.yaml"),
-    port: Annotated[int, typer.Option(help="a free port of the first host")] = DEFAULT_PORT,
-    sbatch: Annotated[Path | None, typer.Option(help="write a Slurm batch file here")] = None,
+    port: Annotated[
+        int, typer.Option(help="a free port of the first host", min=1, max=65535)
+    ] = DEFAULT_PORT,
+    sbatch: Annotated[
+        Path | None, typer.Option(help="write a Slurm batch file here", callback=file_to_write)
+    ] = None,
 ) -> None:
     """Print the torchrun line of each node, and a Slurm batch file."""
     program = ("hexiseq", "train", "--plan", str(plan), "--config", str(config))
     names = [host.strip() for host in hosts.split(",") if host.strip()]
-    commands = node_commands(Plan.load(plan), names, program, port=port)
+    loaded = Plan.load(plan)
+    loaded.check_executable()
+    commands = node_commands(loaded, names, program, port=port)
     for command in commands:
         print(f"# on {command.host}\n{command.line}")
     if sbatch is None:
@@ -74,7 +84,9 @@ def launch_command(
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option(help="folder for plots, metrics, trace")] = Path("demo_out"),
+    out: Annotated[
+        Path, typer.Option(help="folder for plots, metrics, trace", callback=folder_to_write)
+    ] = Path("demo_out"),
 ) -> None:
     """Plan 2 fast + 2 slow GPUs, train in four processes, and compare with one process."""
     from hexiseq_triton.demo import run_demo

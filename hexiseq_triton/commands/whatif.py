@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 
 from hexiseq_triton.commands.files import GpuFileOption
+from hexiseq_triton.commands.options import file_to_write
 from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.planner.files import build
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.simulator import Mode
 from hexiseq_triton.planner.variants import variants_of
@@ -54,7 +56,10 @@ def whatif_command(
     mode: Annotated[
         Mode, typer.Option(help="how keys travel between groups; direct is the runtime's way")
     ] = "direct",
-    plot: Annotated[Path | None, typer.Option(help="draw cost against throughput (PNG)")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="draw cost against throughput (PNG)", callback=file_to_write),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Judge CLUSTER as it is, and every combination of what might come, go or change."""
@@ -68,7 +73,8 @@ def whatif_command(
             f"--plot draws cost against throughput, and no variant has a cost: no price for "
             f"{', '.join(missing)}; give --price GPU=PRICE"
         )
-    workload = Workload(seq_len, global_batch, recompute=recompute)
+    fields = {"seq_len": seq_len, "global_batch": global_batch, "recompute": recompute}
+    workload = build(Workload, fields, "whatif")
     outcomes = judged(variants, ModelSpec.load(model), workload, prices, mode=mode)
     if plot is not None:
         from hexiseq_triton.reports.simulate_plots import png  # matplotlib is slow to import

@@ -13,11 +13,10 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hexiseq_triton.planner.clusters import Cluster
-from hexiseq_triton.planner.explain import cost_of
+from hexiseq_triton.planner.explain import check_made_for, cost_of, workload_of
 from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
-from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.tracing.phases import Phases, predicted_phases
 
 VERSION = 1
@@ -36,21 +35,19 @@ class Forecast:
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster | None, model: ModelSpec) -> Forecast:
-        """Return a plan's forecast; of its phases too if the cluster is given."""
+        """Return a plan's forecast; of its phases too if the cluster is given.
+
+        Raises:
+            PlanError: if the plan was made for another cluster or model.
+        """
         busy: list[float | None] = [None] * plan.world_size
         for share in plan.shares:
             busy[share.rank] = share.seconds
         if cluster is None:
             step = None if plan.predicted is None else plan.predicted.step_seconds
             return cls(step, tuple(busy))
-        workload = Workload(
-            seq_len=plan.seq_len,
-            global_batch=plan.global_batch,
-            accumulation=plan.accumulation,
-            recompute=plan.recompute or "full",
-            causal=plan.causal,
-        )
-        cost = cost_of(plan, cluster, model, workload)
+        check_made_for(plan, cluster, model)
+        cost = cost_of(plan, cluster, model, workload_of(plan))
         return cls(cost.step_seconds, tuple(cost.busy_seconds), tuple(predicted_phases(cost)))
 
 

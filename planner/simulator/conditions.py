@@ -32,6 +32,8 @@ class Conditions:
     def __post_init__(self) -> None:
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter is {self.jitter}; it is a spread from 0 to below 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; it is a whole number from 0")
         if not (self.oversubscription >= 1 and math.isfinite(self.oversubscription)):
             raise ConfigError(
                 f"oversubscription is {self.oversubscription}; 1 is none, 2 halves the uplinks"

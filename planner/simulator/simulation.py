@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ import numpy as np
 from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost
-from hexiseq_triton.planner.explain import cost_of
+from hexiseq_triton.planner.explain import check_made_for, cost_of, workload_of
 from hexiseq_triton.planner.memory import peak_bytes
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Exchange, Plan
@@ -29,6 +29,7 @@ from hexiseq_triton.planner.simulator.occupancy import (
 )
 from hexiseq_triton.planner.simulator.step import SECTIONS, repeats, section
 from hexiseq_triton.planner.workload import Workload
+from hexiseq_triton.planner.write import noun_digest
 
 Engine = Literal["fast", "event"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -231,13 +232,7 @@ def simulate_plan(
         ConfigError: see `simulate`.
     """
     plan.validate()
-    workload = workload or Workload(
-        plan.seq_len,
-        plan.global_batch,
-        plan.accumulation,
-        recompute=plan.recompute or "full",
-        causal=plan.causal,
-    )
+    workload = workload or workload_of(plan)
     check_fit(plan, cluster, model, workload)
     cost = cost_of(plan, cluster, model, workload)
     return simulate(cost, mode=mode, engine=engine, conditions=conditions)
@@ -249,33 +244,23 @@ def check_fit(plan: Plan, cluster: Cluster, model: ModelSpec, workload: Workload
     Raises:
         PlanError: naming the first thing that differs, with both values.
     """
+    check_made_for(plan, cluster, model)
     wanted = {
-        "ranks": (plan.world_size, cluster.world_size),
-        "query heads": (plan.num_heads, model.heads),
-        "KV heads": (plan.num_kv_heads, model.kv_heads),
-        "head dimension": (plan.head_dim or model.head_dim, model.head_dim),
         "tokens a sequence": (plan.seq_len, workload.seq_len),
         "sequences a step": (plan.global_batch, workload.global_batch),
     }
     for what, (planned, given) in wanted.items():
         if planned != given:
             raise PlanError(
-                f"the plan is for {planned} {what} and is to be simulated with {given}; give the "
-                "cluster, model and workload it was made for, or plan again"
+                f"the plan is for {planned} {what} and was given {given}; give the workload it was "
+                "made for, or plan again"
             )
-    for share in plan.shares:
-        device = cluster.devices[share.rank]
-        if share.gpu not in (None, device.gpu):
-            raise PlanError(
-                f"the plan has rank {share.rank} on {share.gpu} of node {share.node}, and in the "
-                f"cluster it is {device.gpu} of node {device.node}; give the cluster it was made "
-                "for, or plan again"
-            )
-    made = plan.made_from.get("cluster")
-    if made not in (None, cluster.digest):
+    # the planner may have been free to choose the passes
+    digests = {noun_digest(workload), noun_digest(replace(workload, accumulation=None))}
+    if plan.made_from.get("workload") not in (None, *digests):
         raise PlanError(
-            f"the plan was made for a cluster with digest {made[:12]}, and this one has "
-            f"{cluster.digest[:12]}: the same GPUs, but other links or rates; plan again"
+            "the plan was made for other documents in a sequence; give their lengths "
+            "(--documents), or plan again"
         )
 
 

@@ -13,8 +13,7 @@ as [1, heads, T, D], already turned by RoPE, and return [1, T, heads, D].
 A rank without tokens would call its model with none, which transformers' models do not take. It
 runs one padding token instead: a document of its own that nothing attends to, without a label.
 
-Only models whose tokens meet in attention alone equal themselves; others are refused, as far as
-their config or their calls tell: docs/huggingface.md lists them.
+Only models whose tokens meet in attention alone equal themselves; others are refused (`hf_models`).
 """
 
 from __future__ import annotations
@@ -30,17 +29,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
-from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.integrations.hf_models import check_arguments, check_layers, check_lengths
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
 from hexiseq_triton.shard import shard as shard_rows
 
 NAME = "hexiseq"
 PADDING_TOKEN = 0
 _LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_ATTENDING = ("full_attention", "attention", "sliding_attention", "chunked_attention")
-"""The kinds of layers in which tokens meet by attention alone, as a config's `layer_types` say."""
-_NOT_HONOURED = ("position_bias", "indices", "block_indices", "sinks")
-"""What some models' layers pass besides, which changes the scores."""
 
 
 def register(name: str = NAME) -> None:
@@ -271,13 +266,8 @@ def attention(
     batch._calls.attended = True
     with batch.context.guard():
         _check(batch, query, key, attention_mask, dropout)
-        for name in _NOT_HONOURED:
-            if arguments.get(name) is not None:
-                raise InputError(
-                    f"{type(module).__name__} passes {name} to attention; it is not supported: use "
-                    "another model"
-                )
-        _check_lengths(module, batch.local.layout, sliding_window)
+        check_arguments(module, arguments)
+        check_lengths(module, batch.local.layout, sliding_window)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = batch.num_tokens
     dtype = _compute_dtype(query)
@@ -326,58 +316,6 @@ def _check(
         )
 
 
-def _check_lengths(
-    module: torch.nn.Module, layout: BatchLayout, sliding_window: int | None
-) -> None:
-    """Refuse documents so long that a layer would not attend as the model's config says."""
-    config = getattr(module, "config", None)
-    longest = max(layout.document_lengths, default=0)
-    layers = getattr(config, "layer_types", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk and "chunked_attention" in (layers or ()) and longest > chunk:
-        raise InputError(
-            f"a document has {longest} tokens, and layers of the model attend in chunks of "
-            f"attention_chunk_size {chunk}, which is not supported: use documents of up to {chunk}"
-        )
-    scale = getattr(config, "floor_scale", 0)
-    if getattr(config, "attn_temperature_tuning", False) and layout.total_tokens >= scale:
-        raise InputError(
-            f"the batch has {layout.total_tokens} tokens and the model's attn_temperature_tuning "
-            f"counts the rows of a rank from floor_scale {scale} on, not positions: set it to False"
-        )
-    window, index = getattr(config, "sliding_window", None), getattr(module, "layer_idx", None)
-    slides = layers is None or (index is not None and layers[index] == "sliding_attention")
-    if sliding_window is None and window and longest > window and slides:
-        raise InputError(
-            f"a document has {longest} tokens and the config's sliding_window is {window}, but "
-            f"{type(module).__name__} does not pass it to attention: use documents of up to "
-            f"{window}, or set sliding_window to None"
-        )
-    if layout.is_alone:
-        return
-    for kind, limit in _moving_ropes(config):
-        if longest > limit:
-            raise InputError(
-                f"a document has {longest} tokens and the model's rope_type is {kind!r}, which "
-                f"beyond {limit} goes by the last position that a rank holds, and ranks would "
-                f"differ: use documents of up to {limit}, or a fixed rope_type such as 'yarn'"
-            )
-
-
-def _moving_ropes(config: Any) -> list[tuple[str, int]]:
-    """Return the kinds of RoPE that depend on the longest sequence, and from which length on."""
-    told = getattr(config, "rope_parameters", None) or {}
-    found = []
-    for rope in (told, *told.values()):  # one for all layers, or one for each of their kinds
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
-        if kind is not None and ("dynamic" in kind or kind == "longrope"):
-            limit = config.max_position_embeddings
-            if kind == "longrope":
-                limit = rope.get("original_max_position_embeddings", limit)
-            found.append((kind, limit))
-    return found
-
-
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype to attend in: under autocast rotary tables may have made q and k float32."""
     device = x.device.type
@@ -397,17 +335,9 @@ def no_mask(
     """Make no mask, the layout knows the documents; attention refuses one that hides tokens.
 
     Raises:
-        InputError: if some of the model's layers do not attend; they would mix the tokens of a rank
-            alone. All ranks find the same.
+        InputError: if some of the model's layers do not attend.
     """
-    told = [getattr(config, name, None) or () for name in ("layer_types", "layers_block_type")]
-    others = {kind for kinds in told for kind in kinds} - set(_ATTENDING)
-    if others:
-        raise InputError(
-            f"{type(config).__name__} has layers of {', '.join(sorted(others))}, which would see "
-            "only the tokens of their rank; every layer must be full or sliding attention: use "
-            "another model"
-        )
+    check_layers(config)
     if attention_mask is not None and not bool(attention_mask.all()):
         return attention_mask
     return None

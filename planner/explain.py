@@ -5,6 +5,8 @@ Its file holds what ranks do, not the parts of their time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hexiseq_triton.errors import PlanError
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import Cost, evaluate
@@ -56,16 +58,18 @@ def check_made_for(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
         )
 
 
-def workload_of(plan: Plan, documents: tuple[int, ...] | None = None) -> Workload:
-    """Return what a step of the plan has to do; one document a sequence if none are given.
+def workload_of(
+    plan: Plan, documents: Sequence[int] | None = None, *, seq_len: int | None = None
+) -> Workload:
+    """Return what a step of the plan has to do, or of its like for sequences of another length.
 
-    A plan that doesn't say recomputes fully.
+    One document a sequence if none are given. A plan that doesn't say recomputes fully.
 
     Raises:
-        ConfigError: if the documents don't fill a sequence.
+        ConfigError: if the length is out of range, or the documents don't fill a sequence.
     """
     fields = {
-        "seq_len": plan.seq_len,
+        "seq_len": plan.seq_len if seq_len is None else seq_len,
         "global_batch": plan.global_batch,
         "accumulation": plan.accumulation,
         "recompute": plan.recompute or "full",

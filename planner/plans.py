@@ -54,7 +54,7 @@ class RankShare:
 
 @dataclass(frozen=True, config=FILE_CONFIG)
 class IdleRank:
-    """A rank without tokens and heads: where it stands, and its part of the model's states."""
+    """A rank without tokens and heads, and where it stands."""
 
     rank: int
     gpu: str | None = None

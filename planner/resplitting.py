@@ -13,8 +13,7 @@ from hexiseq_triton.errors import InfeasibleError
 from hexiseq_triton.planner.balance import Dealing, balanced
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import evaluate
-from hexiseq_triton.planner.explain import check_made_for
-from hexiseq_triton.planner.files import build
+from hexiseq_triton.planner.explain import check_made_for, workload_of
 from hexiseq_triton.planner.layouts import out_of_memory
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.moves import moved
@@ -22,7 +21,6 @@ from hexiseq_triton.planner.plans import Plan, ReplicaPlan
 from hexiseq_triton.planner.problem import Layout, Problem, Replica
 from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.stages import Frame, Ranks, Splitter
-from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.planner.write import written
 
 _ROUNDS = 2
@@ -53,16 +51,7 @@ def resplit(
         PlanError: if the plan was made for another cluster or model.
     """
     check_made_for(plan, cluster, model)
-    fields: dict[str, object] = {
-        "seq_len": seq_len,
-        "global_batch": plan.global_batch,
-        "accumulation": plan.accumulation,
-        "causal": plan.causal,
-        "recompute": plan.recompute or "full",
-    }
-    if documents is not None:
-        fields["documents"] = documents
-    workload = build(Workload, fields, "resplit")
+    workload = workload_of(plan, documents, seq_len=seq_len)
     problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
     replicas = _resplit(Splitter(problem), plan)
     layout = Layout(plan.strategy, replicas, plan.accumulation, plan.exchange.arrangement)

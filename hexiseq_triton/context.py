@@ -171,7 +171,6 @@ class ParallelContext:
         self._agreement = agreement
         self._owns_world = owns_world
         self._broken: str | None = None
-        self._closed = False
         self._call: tuple[torch.dtype, int] | None = None
         self._agreed_options: set[str] = set()
         self._called: set[str] = set()
@@ -327,7 +326,7 @@ class ParallelContext:
         """
         if self._broken is not None:
             raise PeerError(f"this context failed before: {self._broken}")
-        if self._closed:
+        if not self._groups:
             raise InputError("this context is closed, its groups are gone; make another with init")
         try:
             yield
@@ -347,7 +346,6 @@ class ParallelContext:
 
     def close(self) -> None:
         """Destroy the groups, and torch.distributed if `init` initialised it."""
-        self._closed = True
         if self.peer_routes is not None:
             self.peer_routes.close()
         groups, self._groups = self._groups, []

@@ -173,6 +173,8 @@ class ParallelContext:
         self._broken: str | None = None
         self._call: tuple[torch.dtype, int] | None = None
         self._agreed_options: set[str] = set()
+        self._agreed_layout: BatchLayout | None = None
+        self._batches = count()
         self._called: set[str] = set()
         made = make_communicators(plan, self.rank, self._world_ranks, device, timeout)
         self.world_group, self.routes, self.heads, self._groups = made
@@ -306,6 +308,27 @@ class ParallelContext:
             raise InputError(f"ranks call attention differently\n{held}")
         self._call = (dtype, head_dim)
         self._agreed_options.add(options)
+
+    def agree_on_batch(self, layout: BatchLayout) -> None:
+        """Find ranks that attend over different batches, whenever this rank goes on to another.
+
+        Their transfers may well have the same sizes, and nothing else would tell.
+        """
+        if layout is self._agreed_layout or len(self.replica_ranks) == 1:
+            return
+        answers = self.gather_in_replica("batch", layout.name)
+        if len(set(answers)) > 1:
+            lines = zip(self.replica_ranks, answers, strict=True)
+            held = "\n".join(f"  rank {rank}: {name}" for rank, name in lines)
+            raise InputError(
+                f"the ranks of replica {self.replica} attend over different batches; call "
+                f"attention with the layout of the same batch on all of them\n{held}"
+            )
+        self._agreed_layout = layout
+
+    def next_batch(self) -> int:
+        """Return the number of the batch that this rank's replica shards next."""
+        return next(self._batches)
 
     def first_call(self, direction: str) -> AbstractContextManager[None]:
         """Return what explains the first forward or backward on a GPU if it takes long.

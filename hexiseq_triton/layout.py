@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain
+from zlib import crc32
 
 import torch
 
@@ -24,16 +25,24 @@ class BatchLayout:
         plan: the plan.
         rank: this rank of the plan; an idle rank holds no segment.
         document_lengths: tokens of each document of the rank's replica.
+        number: of the batch, among those that the context has sharded; None for a layout alone.
 
     Attributes:
         is_alone: whether the rank holds its whole replica's batch, in its order.
         cu_seqlens: bounds of the documents in that batch, [documents + 1] int64 on the CPU.
     """
 
-    def __init__(self, plan: Plan, rank: int, document_lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        document_lengths: Sequence[int],
+        number: int | None = None,
+    ) -> None:
         self.plan = plan
         self.rank = rank
         self.document_lengths = tuple(document_lengths)
+        self.number = number
         self.replica = plan.replica_of(rank)
         self.is_alone = self.replica is not None and len(plan.replicas[self.replica].shares) == 1
         self.cu_seqlens = torch.tensor([0, *accumulate(self.document_lengths)])
@@ -68,6 +77,14 @@ class BatchLayout:
     def total_tokens(self) -> int:
         """Tokens of the whole batch of this replica."""
         return sum(self.document_lengths)
+
+    @property
+    def name(self) -> str:
+        """What the batch is called where ranks compare theirs; the same on all of a replica."""
+        number = "a batch" if self.number is None else f"batch {self.number}"
+        lengths = crc32(repr(self.document_lengths).encode())
+        documents = len(self.document_lengths)
+        return f"{number} of {self.total_tokens} tokens in {documents} documents ({lengths:08x})"
 
     @property
     def segments_of_rank(self) -> dict[int, list[Segment]]:

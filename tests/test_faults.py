@@ -169,7 +169,9 @@ def one_rank_errs(rank: int, how: str) -> None:
             q, k, v = q.float(), k.float(), v.float()
         if rank == 1 and how == "shape":
             q = q[:-1]
-        if how == f"rank {rank} killed":
+        if how.endswith("killed in mid-batch"):  # where nothing is agreed on any more
+            hexiseq_attention(q, k, v, context, batch.layout, causal=True)
+        if how.startswith(f"rank {rank} killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         hexiseq_attention(q, k, v, context, batch.layout, causal=True)
     except Exception as error:
@@ -202,9 +204,19 @@ def test_a_fault_on_one_rank_ends_the_others_with_its_message(
         assert "this context failed before: rank 1: InputError" in outcome.error.split("|")[2]
 
 
-@pytest.mark.parametrize("killed", [1, 0])  # rank 0's process holds the store
-def test_killing_a_rank_ends_the_others(fresh_pool: Pool, killed: int) -> None:
-    outcomes = fresh_pool.outcomes(one_rank_errs, f"rank {killed} killed")
+@pytest.mark.parametrize(
+    ("killed", "when", "says"),
+    [
+        (1, "", "ranks [1] did not reach 'batch/0' within 8 s"),
+        (0, "", "failed"),  # its process holds the store
+        (1, " in mid-batch", "failed"),
+        (0, " in mid-batch", "failed"),
+    ],
+)
+def test_killing_a_rank_ends_the_others(
+    fresh_pool: Pool, killed: int, when: str, says: str
+) -> None:
+    outcomes = fresh_pool.outcomes(one_rank_errs, f"rank {killed} killed{when}")
     for rank, outcome in enumerate(outcomes):
         if rank == killed:
             assert outcome.kind == "Died"
@@ -212,7 +224,7 @@ def test_killing_a_rank_ends_the_others(fresh_pool: Pool, killed: int) -> None:
         assert outcome.kind == "PeerError"
         seconds, text, _ = outcome.error.split("|")
         assert float(seconds) < SHORT.total_seconds() + 10
-        assert "failed" in text
+        assert says in text
 
 
 def late(rank: int) -> None:
@@ -244,6 +256,25 @@ def test_ranks_that_call_attention_differently_agree_that_they_do(pool: Pool, ho
     kind, text = same_error(pool.outcomes(different_calls, how))
     assert kind == "InputError"
     assert text.startswith("ranks call attention differently\n  rank 0: ")
+
+
+def different_batches(rank: int) -> None:
+    """Worker: rank 3 attends over the second batch first; both have the same lengths."""
+    with init(FIVE, device="cpu", timeout=TIMEOUT) as context:
+        bounds = torch.tensor([0, 80])
+        first, second = (
+            context.shard(random_qkv(FIVE, 80, 4, seed=seed), cu_seqlens=bounds) for seed in (0, 1)
+        )
+        for batch in (second, first) if rank == 3 else (first, second):
+            hexiseq_attention(*(batch[name] for name in "qkv"), context, batch.layout)
+
+
+def test_ranks_that_attend_over_different_batches_agree_that_they_do(pool: Pool) -> None:
+    kind, text = same_error(pool.outcomes(different_batches))
+    assert kind == "InputError"
+    assert text.startswith("the ranks of replica 0 attend over different batches; ")
+    assert "\n  rank 2: batch 0 of 80 tokens in 1 documents (" in text
+    assert "\n  rank 3: batch 1 of 80 tokens in 1 documents (" in text
 
 
 def one_rank_stops(rank: int, then: str) -> None:

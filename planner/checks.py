@@ -36,6 +36,8 @@ def _check_numbers(plan: Plan) -> None:
     for name, number in least.items():
         if getattr(plan, name) < number:
             raise PlanError(f"{name} is {getattr(plan, name)}; it must be at least {number}")
+    if plan.head_dim is not None and plan.head_dim < 1:
+        raise PlanError(f"head_dim is {plan.head_dim}; it must be at least 1, or left out")
     if plan.num_heads % plan.num_kv_heads:
         raise PlanError(
             f"{plan.num_heads} query heads do not divide by {plan.num_kv_heads} KV heads"

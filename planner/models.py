@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -40,6 +40,27 @@ _TIED = {
     "starcoder2",
 }
 """Hugging Face model types that share the embedding unless the configuration says otherwise."""
+_ENCODERS = {
+    *("align_text_model", "big_bird", "canine", "chinese_clip_text_model", "clip_text_model"),
+    *("data2vec-text", "electra", "ernie", "ernie_m", "esm", "esmc", "fnet", "funnel", "gte"),
+    *("jina_embeddings_v3", "layoutlm"),
+    *("layoutlmv2", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet", "mra"),
+    *("nezha", "nystromformer", "retribert", "roformer", "siglip_text_model", "splinter"),
+    *("tapas", "xmod", "yoso"),
+}
+"""Hugging Face model types that are encoders unless a configuration says that it is a decoder.
+
+Those with "bert" in their name are, too.
+"""
+_ENCODER_DECODERS = {
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "fsmt", "led", "longt5"),
+    *("m2m_100", "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x"),
+    *("plbart", "prophetnet", "switch_transformers", "t5", "t5gemma", "umt5", "whisper"),
+}
+"""Hugging Face model types that are encoders and decoders, or only the encoder of such."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_MASKED = ("ForMaskedLM", "EncoderModel")
+"""How the names of architectures end that are, and that are no, causal decoders."""
 _NOT_MODELLED = {
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
@@ -54,19 +75,22 @@ _NOT_MODELLED = {
     "conv_L_cache": "convolution layers",
 }
 """Fields of a Hugging Face configuration that change the costs in ways unknown here."""
+MOST = 2**24
+"""Of anything in a model's shape: more is a slip, and products of more would overflow."""
+Size = Annotated[Count, Field(le=MOST)]
 
 
 @dataclass(frozen=True, config=FILE_CONFIG)
 class ModelSpec:
     """A decoder's shape. `gated` MLPs have three matrices, others two."""
 
-    layers: Count
-    hidden: Count
-    heads: Count
-    ffn: Count
-    vocab: Count
-    kv_heads: Count = Field(default_factory=lambda given: given["heads"])
-    head_dim: Count = Field(
+    layers: Size
+    hidden: Size
+    heads: Size
+    ffn: Size
+    vocab: Size
+    kv_heads: Size = Field(default_factory=lambda given: given["heads"])
+    head_dim: Size = Field(
         default_factory=lambda given: given["hidden"] // given["heads"], validate_default=True
     )
     gated: bool = True
@@ -130,6 +154,7 @@ def from_hugging_face(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         ConfigError: if the configuration lacks a needed field, under any name known here, or
             describes what the cost model doesn't know.
     """
+    _check_decoder(config, source)
     _check_modelled(config, source)
     model_type = str(config.get("model_type"))
     fields: dict[str, Any] = {"gated": model_type not in _PLAIN_MLP, "tied": model_type in _TIED}
@@ -144,6 +169,32 @@ def from_hugging_face(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if "ffn" not in fields and isinstance(fields["hidden"], int):
         fields["ffn"] = 4 * fields["hidden"]
     return fields
+
+
+def _check_decoder(config: Mapping[str, Any], source: str) -> None:
+    """Refuse encoders. `is_decoder` tells them apart only if true: decoders leave it at false."""
+    named = config.get("architectures")
+    architectures = [str(name) for name in named] if isinstance(named, list) else []
+    if config.get("is_decoder") is True or any(name.endswith(_CAUSAL) for name in architectures):
+        return
+    model_type = str(config.get("model_type"))
+    masked = [name for name in architectures if name.endswith(_MASKED)]
+    if config.get("is_encoder_decoder") is True:
+        found = f"is_encoder_decoder is True and model_type {model_type!r}"
+    elif model_type in _ENCODERS | _ENCODER_DECODERS or _is_bert(model_type):
+        found = f"model_type is {model_type!r}"
+    elif masked:
+        found = f"architectures has {masked[0]!r}"
+    else:
+        return
+    raise ConfigError(
+        f"{source}: {found}: no causal decoder; the cost model knows only those: give the "
+        "configuration of a decoder, or set is_decoder to true if this model is one"
+    )
+
+
+def _is_bert(model_type: str) -> bool:
+    return "bert" in model_type and not model_type.endswith("decoder")
 
 
 def _check_modelled(config: Mapping[str, Any], source: str) -> None:

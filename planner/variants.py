@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.planner.clusters import Cluster, ClusterFile
+from hexiseq_triton.planner.clusters import MOST_GPUS, Cluster, ClusterFile
 from hexiseq_triton.planner.files import build, read_mapping
 from hexiseq_triton.planner.gpus import GpuSpec, gpu_overlay, gpu_table, nearest
 
@@ -143,6 +143,11 @@ class _Changes:
                     f"--add {add}: {part!r} is no node; write 8xH100, or 2x8xH100 for two"
                 )
             count, size = int(found[1] or 1), int(found[2])
+            if count * size > MOST_GPUS:  # before a list of them is made
+                raise ConfigError(
+                    f"--add {add}: {part!r} is {count * size} GPUs; at most {MOST_GPUS} can be "
+                    "planned"
+                )
             gpu = gpu_named(found[3], self._base.gpus, known, f"--add {add}")
             node = next(
                 name for name in map("new{}".format, itertools.count()) if name not in taken

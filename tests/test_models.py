@@ -144,6 +144,40 @@ def test_what_the_cost_model_does_not_know_is_refused(
         ModelSpec.load(config_file(tmp_path, LLAMA | {field: value}))
 
 
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert'"),
+        ({"model_type": "xlm-roberta", "is_decoder": False}, "model_type is 'xlm-roberta'"),
+        ({"model_type": "distilbert", "dim": 768}, "model_type is 'distilbert'"),
+        ({"model_type": "modernbert"}, "model_type is 'modernbert'"),
+        ({"model_type": "electra"}, "model_type is 'electra'"),
+        ({"model_type": "t5", "is_encoder_decoder": False}, "model_type is 't5'"),
+        ({"model_type": "new", "is_encoder_decoder": True}, "is_encoder_decoder is True"),
+        ({"model_type": "new", "architectures": ["NewForMaskedLM"]}, "has 'NewForMaskedLM'"),
+        ({"model_type": "new", "architectures": ["NewEncoderModel"]}, "has 'NewEncoderModel'"),
+    ],
+)
+def test_encoders_are_refused(tmp_path: Path, config: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=f"{found}.*: no causal decoder"):
+        ModelSpec.load(config_file(tmp_path, LLAMA | config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "is_decoder": True},
+        {"model_type": "roberta", "architectures": ["RobertaForCausalLM"]},
+        {"model_type": "modernbert-decoder"},
+        {"is_decoder": False, "is_encoder_decoder": False},  # as whole configurations have it
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": None},
+    ],
+)
+def test_decoders_are_no_encoders(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert ModelSpec.load(config_file(tmp_path, LLAMA | config)).layers == 32
+
+
 def test_the_import_command_prints_a_model_file(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["import", "model", str(config_file(tmp_path, LLAMA))])
     file = tmp_path / "model.yaml"
@@ -171,6 +205,13 @@ def test_unknown_preset_names_those_near_it(name: str) -> None:
         ({"num_attention_heads": 30}, "30 query heads do not divide by 8 KV heads"),
         ({"hidden_size": None}, "hidden_size or n_embd is missing"),
         ({"vocab_size": -5}, "vocab is -5"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"hidden_size": 16}, "head_dim is 0"),
+        ({"num_attention_heads": 0}, "heads is 0"),
+        ({"num_key_value_heads": 0}, "kv_heads is 0"),
+        ({"hidden_size": 0}, "hidden is 0"),
+        ({"intermediate_size": -1}, "ffn is -1"),
+        ({"hidden_size": 10**30, "head_dim": 128}, f"hidden is {10**30}"),
     ],
 )
 def test_wrong_configurations_name_the_field(

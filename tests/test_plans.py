@@ -104,6 +104,7 @@ def test_validate_names_what_is_wrong(change: Callable[[], Plan], message: str) 
         ([[Split((3,), (4,))], [Split((2,), (4,))]], {}, "replica 1 holds 2 tokens"),
         ([[Split((3,), (4,))]], {"sequences": (1, 1)}, "2 entries for 1 replicas"),
         ([[Split((3,), (4,))]], {"sequences": (0,)}, "0 sequences"),
+        ([[Split((3,), (4,))]], {"head_dim": 0}, "head_dim is 0"),
     ],
 )
 def test_splits_that_contradict_themselves_are_refused(

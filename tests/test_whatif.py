@@ -88,6 +88,7 @@ def test_what_leaves_nothing_is_no_variant(file: Path) -> None:
         ({"add": ["8xA100"]}, "A100 may be A100-SXM-80GB or A100-SXM-40GB or .*whole name"),
         ({"add": ["H100"]}, "'H100' is no node; write 8xH100"),
         ({"add": ["0xH100"]}, "'0xH100' is no node"),
+        ({"add": ["99999999999xH100"]}, "is 99999999999 GPUs; at most 16384 can be planned"),
         ({"bandwidth": ["fast"]}, "--bandwidth is 'fast'; write x2"),
         ({"bandwidth": ["x0"]}, "--bandwidth is 'x0'"),
         ({"add": ["1xL40S"] * 7, "bandwidth": ["x2"] * 8}, "72 combinations; at most 64"),

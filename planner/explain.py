@@ -79,14 +79,29 @@ def workload_of(
     return build(Workload, fields, "the plan's workload")
 
 
+def memory_limit_share_of(plan: Plan, cluster: Cluster) -> float:
+    """Return how much of each GPU's memory a plan may use; the default if it doesn't say."""
+    for share in plan.shares:
+        if share.memory_limit_bytes:
+            gpu = cluster.gpus[cluster.devices[share.rank].gpu]
+            # the file has whole bytes, of which 9 digits of the share are left
+            return round(share.memory_limit_bytes / (gpu.memory_gb.value * 1e9), 9)
+    return MEMORY_LIMIT_SHARE
+
+
 def cost_of(
     plan: Plan,
     cluster: Cluster,
     model: ModelSpec,
     workload: Workload,
-    memory_limit_share: float = MEMORY_LIMIT_SHARE,
+    memory_limit_share: float | None = None,
 ) -> Cost:
-    """Return what a plan costs on the cluster and for the model and workload it was made for."""
+    """Return what a plan costs on the cluster and for the model and workload it was made for.
+
+    Left out, `memory_limit_share` is the plan's own.
+    """
+    if memory_limit_share is None:
+        memory_limit_share = memory_limit_share_of(plan, cluster)
     problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
     replicas = tuple(_replica(replica) for replica in plan.replicas)
     layout = Layout(

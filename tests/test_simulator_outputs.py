@@ -79,6 +79,20 @@ def test_json_adds_up(files: Path) -> None:
         assert sum(parts) == pytest.approx(found["step_seconds"])
 
 
+@pytest.mark.parametrize("share", [0.5, 0.5123456, None])
+def test_memory_limits_are_the_plans(files: Path, tmp_path: Path, share: float | None) -> None:
+    options = {} if share is None else {"memory_limit_share": share}
+    path = tmp_path / "plan.json"
+    made = plan(files / "cluster.yaml", files / "model.yaml", seq_len=1400, **options)  # type: ignore[arg-type]
+    made.save(path)
+    code, out, err = run(files, "--plan", str(path), "--json")
+
+    assert code == 0, err
+    shown = {rank["rank"]: rank["memory_limit_bytes"] for rank in json.loads(out)["ranks"]}
+    assert made.shares
+    assert all(shown[each.rank] == each.memory_limit_bytes for each in made.shares)
+
+
 def test_a_trace_shows_every_operation_on_its_rank(files: Path, tmp_path: Path) -> None:
     code, _, _ = run(files, "--trace", str(tmp_path / "trace.json"))
     assert code == 0

@@ -212,9 +212,11 @@ def options_of(
     """Return mask, scale and softcap as kernels take them.
 
     Raises:
-        InputError: if scale or softcap is out of range.
+        InputError: if the head dimension, scale or softcap is out of range.
         ConfigError: if a side of the window is below -1.
     """
+    if head_dim < 1:
+        raise InputError(f"q has head dimension {head_dim}; it must be at least 1")
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:
         raise InputError(f"softmax_scale is {scale}; it must be positive and finite")

@@ -477,6 +477,8 @@ def test_dense_calls_raise_by_name_too() -> None:
         hx.flash_attn_func(q, k, k, alibi_slopes=torch.ones(4))
     with pytest.raises(hx.InputError, match=r"q has shape .*expected \[batch, seq"):
         hx.flash_attn_func(q[0], k[0], k[0])
+    with pytest.raises(hx.InputError, match="q has head dimension 0"):
+        hx.flash_attn_func(q[..., :0], k[..., :0], k[..., :0])
     with pytest.raises(hx.InputError, match="k has batch size 1, q 2"):
         hx.flash_attn_func(q, k[:1], k[:1])
 

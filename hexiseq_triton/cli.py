@@ -20,10 +20,18 @@ from hexiseq_triton.commands.train import demo_command, launch_command, train_co
 from hexiseq_triton.commands.tune import tune_command
 from hexiseq_triton.commands.whatif import whatif_command
 from hexiseq_triton.errors import HexiSeqError
+from hexiseq_triton.reports.terminal import replace_unencodable
+
+INTERRUPTED = 130
+"""Exit code of what Ctrl-C ended, as shells have it: 128 and the signal's number."""
 
 
 class _Commands(TyperGroup):
-    """Subcommands whose errors end in one message on stderr and exit code 2."""
+    """Subcommands whose errors end in one message on stderr and exit code 2; Ctrl-C in 130."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        replace_unencodable()
+        return super().main(*args, **options)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -31,6 +39,20 @@ class _Commands(TyperGroup):
         except HexiSeqError as error:
             print(f"hexiseq: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
+        except typer.Exit:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if not _interrupted(error):
+                raise
+            print("hexiseq: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from error
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C is behind an error: compiled code reports it as another one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)

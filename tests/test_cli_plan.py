@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,6 +38,43 @@ def test_the_version_is_the_packages() -> None:
     result = CliRunner().invoke(app, ["--version"])
 
     assert (result.exit_code, result.stdout) == (0, f"hexiseq {version('hexiseq-triton')}\n")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["python", "compiled"])
+def test_ctrl_c_is_one_line_and_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            if compiled:  # as numba reports it
+                raise SystemError("returned a result with an exception set") from error
+            raise
+
+    monkeypatch.setattr("hexiseq_triton.commands.plan.plan", interrupted)
+    result = hexiseq_plan()
+
+    assert result.exit_code == 130
+    assert (result.stdout, result.stderr) == ("", "hexiseq: interrupted\n")
+
+
+def test_ascii_output_has_the_numbers_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["plan", "--cluster", str(TWO_AND_TWO), "--model", "tiny", "--seq-len", "4096"]
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding="ascii", write_through=True) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        app(words, standalone_mode=False)
+        print("the node café")  # names in a user's files may hold anything
+        text = written.getvalue().decode("ascii")
+
+    assert text.endswith("the node caf?\n")
+    assert "##... 3.2/7.6" in text
+    assert figures(text) == figures(succeeded(hexiseq_plan()))
+
+
+def figures(text: str) -> list[str]:
+    return re.findall(r"\d[\d.,]*", text)[:-1]
 
 
 def test_json_is_one_object_with_everything_the_planner_knows() -> None:

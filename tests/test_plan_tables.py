@@ -33,6 +33,7 @@ from hexiseq_triton.reports.plan_tables import (
     summary_lines,
     terms_tables,
 )
+from hexiseq_triton.reports.terminal import print_table
 
 CLUSTER = Cluster.from_mapping(
     {
@@ -243,3 +244,31 @@ def test_a_plan_by_hand_has_a_table_too() -> None:
 
     assert "by hand" in text
     assert re.search(r"^1 +1 +2 +- +- +8 +\[0, 2\) +- +-$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 200])
+def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
+    table = Table()
+    for name in ("layout", "note"):
+        table.add_column(name)
+    for name in ("seconds a step", "tokens a second"):
+        table.add_column(name, justify="right")
+    numbers = [f"{n:,} (+{n % 90}%)" for n in (123_456_789, 987_654_321_012)]
+    table.add_row("loongtrain_context_first", "ranks 1000-1003, 10020-10023", *numbers)
+    console = Console(file=io.StringIO(), width=width)
+    print_table(table, console)
+
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(whole in text for whole in (*numbers, "1000-1003", "10020-10023"))
+    assert "…" not in text
+    assert console.width == width
+
+
+def test_a_plan_in_a_narrow_terminal_keeps_its_numbers() -> None:
+    texts = {}
+    for width in (30, 90):
+        console = Console(file=io.StringIO(), width=width)
+        print_plan(plan_of(2), console)
+        texts[width] = console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert re.findall(r"[\d.,]+", texts[30]) == re.findall(r"[\d.,]+", texts[90])

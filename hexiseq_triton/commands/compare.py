@@ -30,6 +30,7 @@ def compare_command(
     check_started_by_torchrun("compare")
     from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.planner import Cluster, Plan
+    from hexiseq_triton.reports.terminal import print_table
     from hexiseq_triton.tracing.compare import compare
     from hexiseq_triton.tracing.compare_report import comparison_table, order_lines
     from hexiseq_triton.tracing.report import report_console
@@ -47,6 +48,6 @@ def compare_command(
         return
     names = [path.stem for path in plan]
     console = report_console()
-    console.print(comparison_table(names, runs))
+    print_table(comparison_table(names, runs), console)
     for line in order_lines(names, runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

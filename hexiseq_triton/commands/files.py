@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from hexiseq_triton.errors import ConfigError
@@ -19,6 +18,7 @@ from hexiseq_triton.planner.gpus import Figure, GpuSpec, gpu_overlay, gpu_table,
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.schema import FILES, json_schema
 from hexiseq_triton.planner.topology import listed_gpus, node_entry, read_topology
+from hexiseq_triton.reports.terminal import print_table, terminal
 
 GpuFileOption = Annotated[
     Path | None, typer.Option("--gpus", help="a file of GPUs to lay over the table")
@@ -40,9 +40,9 @@ def gpus_command(
     if as_json:
         print(json.dumps({name: asdict(gpu) for name, gpu in shown.items()}, indent=1))
     elif name is None:
-        Console().print(_gpu_list(shown))
+        print_table(_gpu_list(shown), terminal())
     else:
-        Console().print(_gpu_figures(name, shown[name]))
+        print_table(_gpu_figures(name, shown[name]), terminal())
 
 
 def _gpu_list(gpus: dict[str, GpuSpec]) -> Table:

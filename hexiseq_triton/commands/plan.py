@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -36,9 +35,7 @@ from hexiseq_triton.reports.plan_tables import (
     step_line,
     terms_tables,
 )
-
-FILE_WIDTH = 120
-"""Columns of what goes to a file or another program."""
+from hexiseq_triton.reports.terminal import print_table, terminal
 
 
 def plan_command(
@@ -124,7 +121,7 @@ def plan_command(
         summary["bounds"] = asdict(bound) | {"binding": bound.binding}
         print(json.dumps(summary | {"planning_seconds": planning_seconds}))
         return
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    console = terminal()
     print_plan(result, console)
     for line in assumed_lines(loaded_cluster):
         print_line(line, console)
@@ -138,7 +135,7 @@ def plan_command(
 
 def _print_terms(plan: Plan, cost: Cost, console: Console) -> None:
     for table in terms_tables(plan, terms_of(cost)):
-        console.print(table)
+        print_table(table, console)
     print_line(step_line(cost), console)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.reproduction.checks import checks
 from hexiseq_triton.planner.reproduction.experiments import Named, load_experiments
 from hexiseq_triton.reports.plan_tables import print_line
+from hexiseq_triton.reports.terminal import print_table, terminal
 
 if TYPE_CHECKING:
     from hexiseq_triton.planner.reproduction.runner import Result
@@ -101,8 +101,8 @@ def _print(named: Sequence[Named], results: Sequence[Result]) -> None:
     names = {each.name for each in named}
     rows = [row for result in results for row in result.rows]
     shown = [row for row in rows if row.experiment.split(":")[0] in names]
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
-    console.print(rows_table(shown))
+    console = terminal(FILE_WIDTH)
+    print_table(rows_table(shown), console)
     for check in checks(named, shown):
         print_line(str(check), console)
     older = sum(result.code != code_digest() for result in results)

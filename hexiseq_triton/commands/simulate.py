@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from hexiseq_triton.commands.files import GpuFileOption
 from hexiseq_triton.commands.options import file_to_write, folder_to_write, lengths_of
@@ -21,10 +19,9 @@ from hexiseq_triton.planner.simulator import Conditions, Mode, Simulation, simul
 from hexiseq_triton.planner.simulator.lengths import at_length, powers_around
 from hexiseq_triton.reports.plan_tables import print_line
 from hexiseq_triton.reports.simulate_tables import rank_table, section_table, summary_lines
+from hexiseq_triton.reports.terminal import print_table, terminal
 
 MOST_RANKS_LISTED = 64
-FILE_WIDTH = 120
-"""Columns of what goes to a file or another program."""
 
 
 def simulate_command(
@@ -89,12 +86,12 @@ def simulate_command(
     if as_json:
         print(json.dumps(summary(found)))
         return
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    console = terminal()
     for line in summary_lines(found):
         print_line(line, console)
-    console.print(section_table(found))
+    print_table(section_table(found), console)
     if len(found.compute_seconds) <= MOST_RANKS_LISTED:
-        console.print(rank_table(found))
+        print_table(rank_table(found), console)
 
 
 def _draw(found: Simulation, plots: Path | None, report: Path | None) -> None:

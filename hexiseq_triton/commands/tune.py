@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.reports.terminal import print_table
 
 if TYPE_CHECKING:
     from hexiseq_triton.kernels.configs import Config
@@ -50,7 +51,7 @@ def tune_command(
             progress.update(bar, advance=1, description=done)
     path = out or table_path()
     save_section(tune.section_of(card, choices), path)
-    console.print(choice_table(card.name, choices))
+    print_table(choice_table(card.name, choices), console)
     console.print(f"written to {path}", soft_wrap=True)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from hexiseq_triton.commands.files import GpuFileOption
 from hexiseq_triton.commands.options import file_to_write
@@ -20,6 +18,7 @@ from hexiseq_triton.planner.variants import variants_of
 from hexiseq_triton.planner.whatif import judged, prices_of, unpriced
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.reports.plan_tables import print_line
+from hexiseq_triton.reports.terminal import print_table, terminal
 from hexiseq_triton.reports.whatif_report import (
     frontier_plot,
     outcome_lines,
@@ -83,7 +82,7 @@ def whatif_command(
     if as_json:
         print(json.dumps(outcomes_summary(outcomes, mode)))
         return
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
-    console.print(outcomes_table(outcomes))
+    console = terminal(FILE_WIDTH)
+    print_table(outcomes_table(outcomes), console)
     for line in outcome_lines(outcomes, mode, missing):
         print_line(line, console)

@@ -18,8 +18,11 @@ from hexiseq_triton.planner.plans import BaselineResult, Plan
 from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.terms import Terms
 from hexiseq_triton.reports.plan_rows import Row, Section, plan_sections, spans
+from hexiseq_triton.reports.terminal import print_table
 
 BAR_CELLS = 5
+_BAR, _ASCII_BAR = "█░", "#."
+"""What is used, and what is not."""
 WIDE = 100
 """Columns of a terminal from which on nodes and bars are shown."""
 RANKS_A_TABLE = 6
@@ -33,9 +36,10 @@ _PLAIN: dict[str, Any] = {
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print who holds what, what it is predicted to take, and what it was compared with."""
-    console.print(plan_table(plan, wide=console.width >= WIDE))
+    table = plan_table(plan, wide=console.width >= WIDE, ascii_only=console.options.ascii_only)
+    print_table(table, console)
     if plan.baselines:
-        console.print(baseline_table(plan))
+        print_table(baseline_table(plan), console)
     for line in summary_lines(plan):
         print_line(line, console)
 
@@ -85,16 +89,17 @@ def assumed_lines(cluster: Cluster) -> list[str]:
     return lines
 
 
-def plan_table(plan: Plan, *, wide: bool = True) -> Table:
+def plan_table(plan: Plan, *, wide: bool = True, ascii_only: bool = False) -> Table:
     """Return a table with one row a rank, or on large clusters one for ranks that are alike.
 
     Unknown figures are a dash. A column in which all rows would say the same is left out: the
     replica of a plan with one, KV heads where each query head has its own. Tables that are not
-    `wide` have neither nodes nor bars.
+    `wide` have neither nodes nor bars; bars are of ASCII characters if it is all there is.
     """
     sections = plan_sections(plan)
     merged = any(len(row.shares) > 1 for section in sections for row in section.rows)
     columns = _columns(plan, with_node=wide and not merged)
+    bar = (_ASCII_BAR if ascii_only else _BAR) if wide else ""
     table = Table(title=plan.strategy, **_PLAIN)
     table.caption = "\n".join(_remarks(plan, merged)) or None
     for name in columns:
@@ -108,7 +113,7 @@ def plan_table(plan: Plan, *, wide: bool = True) -> Table:
         )
     for section in sections:
         for index, row in enumerate(section.rows):
-            cells = (_labels(section) if index == 0 else {}) | _cells(row, BAR_CELLS if wide else 0)
+            cells = (_labels(section) if index == 0 else {}) | _cells(row, bar)
             table.add_row(*(cells.get(name, "") for name in columns))
     return table
 
@@ -138,7 +143,7 @@ def _labels(section: Section) -> dict[str, str]:
     return {"replica": spans(section.replicas), "group": label}
 
 
-def _cells(row: Row, bar_cells: int) -> dict[str, str]:
+def _cells(row: Row, bar: str) -> dict[str, str]:
     return {
         "rank": row.ranks,
         "gpu": row.gpu or "-",
@@ -147,24 +152,27 @@ def _cells(row: Row, bar_cells: int) -> dict[str, str]:
         "heads": row.q_heads,
         "KV": row.kv_heads,
         "busy s": _span(row.seconds) if row.seconds else "-",
-        "memory GB": _memory(row.fullest, bar_cells),
+        "memory GB": _memory(row.fullest, bar),
     }
 
 
-def _memory(fullest: tuple[int, int] | None, bar_cells: int) -> str:
-    """Return the fullest rank's memory and what it may use, with a bar."""
+def _memory(fullest: tuple[int, int] | None, bar: str) -> str:
+    """Return the fullest rank's memory and what it may use, after a bar if it has characters."""
     if fullest is None:
         return "-"
     used, limit = fullest
-    filled = min(bar_cells, round(bar_cells * used / limit))
-    bar = "█" * filled + "░" * (bar_cells - filled)
-    return f"{bar} {used / 1e9:.1f}/{limit / 1e9:.1f}".lstrip()
+    figures = f"{used / 1e9:.1f}/{limit / 1e9:.1f}"
+    if not bar:
+        return figures
+    full, empty = bar
+    filled = min(BAR_CELLS, round(BAR_CELLS * used / limit))
+    return f"{full * filled}{empty * (BAR_CELLS - filled)} {figures}"
 
 
 def baseline_table(plan: Plan) -> Table:
     """Return a table of the layouts the plan was compared with."""
     table = Table(title="baselines", **_PLAIN)
-    table.add_column("layout")
+    table.add_column("layout", no_wrap=True)
     table.add_column("seconds a step", justify="right")
     table.add_column("the plan is")
     table.add_column("note")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from hexiseq_triton.reports.terminal import print_table, terminal
 from hexiseq_triton.tracing.phases import COMMUNICATION, COMPUTING, PHASES
 from hexiseq_triton.tracing.record import RecordedRun
 
@@ -17,21 +17,19 @@ TOLERANCE = 0.15
 LEAST_SHARE = 0.02
 """A difference below this share of the step is not worth a warning."""
 RANKS_A_TABLE = 5
-FILE_WIDTH = 120
-"""Columns of what goes to a file or another program."""
 
 
 def report_console() -> Console:
     """Return a console for reports: of the terminal's width, and else wide enough for tables."""
-    return Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
+    return terminal()
 
 
 def print_recorded(run: RecordedRun, console: Console, profile_command: str) -> None:
     """Print the tables of a run, and a warning for each prediction that was far off."""
-    console.print(timeline_table(run))
+    print_table(timeline_table(run), console)
     if run.predicted:
         for table in phases_tables(run):
-            console.print(table)
+            print_table(table, console)
     found = list(warnings(run))
     again = [f"measure the cluster again, and plan anew: {profile_command}"] if found else []
     for line in (*notes(run), *found, *again):

@@ -12,16 +12,22 @@ For other programs the weights alone can be gathered and written whole:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from hexiseq_triton.errors import ConfigError
@@ -34,9 +40,20 @@ def save(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
 ) -> None:
-    """Write the state after `step` steps; a collective call of all ranks."""
+    """Write the state after `step` steps; a collective call of all ranks.
+
+    Raises:
+        ConfigError: the same on every rank, if one of them cannot write.
+    """
     state = _state(model, optimizer) | {"step": step}
-    dcp.save(state, checkpoint_id=folder / f"step-{step:08d}", process_group=group)
+    target = folder / f"step-{step:08d}"
+    if dist.get_rank(group) == 0:
+        # an earlier run's: while it is overwritten the folder is no checkpoint. DCP plans on this
+        # rank before any rank writes, and says itself what is wrong with the folder
+        with suppress(OSError):
+            (target / ".metadata").unlink()
+    with _briefly(f"{target} cannot be written"):
+        dcp.save(state, checkpoint_id=target, process_group=group)
 
 
 def resume(
@@ -45,25 +62,18 @@ def resume(
     """Load the newest checkpoint that the first rank finds; return its step.
 
     Raises:
-        ConfigError: the same on every rank, if there is no checkpoint or it is another model's.
+        ConfigError: the same on every rank, if there is no checkpoint, it cannot be read, or it is
+            another model's.
     """
     state = _state(model, optimizer) | {"step": 0}
     found: list[Any] = [None, ""]
     if dist.get_rank(group) == 0:
-        found[0] = _newest(folder)
-        found[1] = "" if found[0] is None else _difference(found[0], state["model"])
-    device = next(model.parameters()).device
-    dist.broadcast_object_list(found, group=group, group_src=0, device=device)
-    if found[1]:
-        raise ConfigError(
-            f"resume: {found[0]} holds another model: {found[1]}; name that model, or remove resume"
-        )
-    if found[0] is None:
-        raise ConfigError(
-            f"resume: {folder} holds no checkpoint; set checkpoint_every in the first run, or "
-            "remove resume"
-        )
-    dcp.load(state, checkpoint_id=found[0], process_group=group)
+        found = list(_found(folder, state["model"]))
+    checkpoint, problem = _from_first(found, model, group)
+    if problem:
+        raise ConfigError(f"resume: {problem}")
+    with _briefly(f"resume: {checkpoint} cannot be read"):
+        dcp.load(state, checkpoint_id=checkpoint, process_group=group)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -78,10 +88,15 @@ def whole_weights(model: nn.Module, group: dist.ProcessGroup) -> dict[str, torch
     """
     first = dist.get_rank(group) == 0
     whole = {}
-    for name, tensor in model.state_dict().items():
-        gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # under the model's own names: DDP and torch.compile put theirs before them
+    for name, held in get_model_state_dict(model).items():
+        if not isinstance(held, torch.Tensor):
+            continue  # what a module says beside its weights
+        if isinstance(held, DTensor):  # which FSDP2 may have put on the CPU
+            moved = held.to(held.device_mesh.device_type)
+            held = cast(DTensor, moved).full_tensor()
         if first:
-            whole[name] = gathered.detach().cpu().clone()
+            whole[name] = held.detach().cpu().clone()
     return whole
 
 
@@ -90,12 +105,20 @@ def export_safetensors(path: Path, model: nn.Module, group: dist.ProcessGroup) -
 
     Raises:
         ImportError: if the package safetensors is missing.
+        ConfigError: the same on every rank, if the first one cannot write.
     """
     from safetensors.torch import save_file
 
     weights = whole_weights(model, group)
-    if weights:
-        save_file(weights, path, metadata={"format": "pt"})
+    problem = ""
+    if dist.get_rank(group) == 0:
+        try:
+            save_file(weights, path, metadata={"format": "pt"})
+        except Exception as error:  # safetensors raises OSErrors and its own; the others wait
+            problem = f"{path} cannot be written: {type(error).__name__}: {error}"
+    (problem,) = _from_first([problem], model, group)
+    if problem:
+        raise ConfigError(problem)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -103,8 +126,47 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _newest(folder: Path) -> Path | None:
-    return max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
+def _from_first(values: list[Any], model: nn.Module, group: dist.ProcessGroup) -> list[Any]:
+    """Return the first rank's values on every rank."""
+    device = next(model.parameters()).device
+    dist.broadcast_object_list(values, group=group, group_src=0, device=device)
+    return values
+
+
+@contextmanager
+def _briefly(problem: str) -> Iterator[None]:
+    """Raise what DCP says in tracebacks, and not as an Exception, as a line for each rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        told = (
+            f"  rank {rank}: {type(failure).__name__}: {failure}"
+            for rank, (failure, _) in sorted(error.failures.items())
+        )
+        raise ConfigError("\n".join([problem, *told])) from error
+
+
+def _found(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Path | None, str]:
+    """Return the newest checkpoint, and why it will not do.
+
+    It raises nothing: one rank looks, and the others wait for what it found.
+    """
+    newest = None
+    try:
+        newest = max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
+        difference = "" if newest is None else _difference(newest, tensors)
+    except Exception as error:  # a broken pickle may raise anything
+        told = f"{type(error).__name__}: {error}"
+        return newest, f"{newest or folder} cannot be read: {told}; put it right, or remove resume"
+    if newest is None:
+        return None, (
+            f"{folder} holds no checkpoint; set checkpoint_every in the first run, or remove resume"
+        )
+    if difference:
+        return newest, (
+            f"{newest} holds another model: {difference}; name that model, or remove resume"
+        )
+    return newest, ""
 
 
 def _difference(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> str:

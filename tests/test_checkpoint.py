@@ -11,9 +11,11 @@ import torch
 from pool import Pool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from hexiseq_triton import checkpoint
 from hexiseq_triton.context import ParallelContext, init
+from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Plan, Split
 
 FIVE = Plan.from_splits([Split((40, 0), (5, 3)), Split((56,), (8,))], world_size=5)
@@ -68,6 +70,102 @@ def test_another_world_resumes_and_others_read(
         assert torch.equal(found[name], weight)
         assert torch.equal(read[name], weight)
         assert not torch.equal(whole_model().state_dict()[name], weight)
+
+
+def refused(rank: int, folder: Path) -> str:
+    """Worker: what a resumption raises."""
+    try:
+        resumed(rank, folder)
+    except ConfigError as error:
+        return str(error)
+    return "resumed"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (".metadata", b"cut off", "step-00000001 cannot be read: UnpicklingError: "),
+        ("__1_0.distcp", None, "step-00000001 cannot be read\n  rank 0: FileNotFoundError: "),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_named_on_every_rank(
+    pool: Pool, fresh_pool: Pool, tmp_path: Path, file: str, content: bytes | None, message: str
+) -> None:
+    pytest.importorskip("safetensors")
+    pool.run(saved, tmp_path)
+    if content is None:
+        (tmp_path / "step-00000001" / file).unlink()
+    else:
+        (tmp_path / "step-00000001" / file).write_bytes(content)
+    found = fresh_pool.run(refused, tmp_path)
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"resume: {tmp_path}/{message}")
+
+
+def saving(rank: int, folder: Path) -> str:
+    """Worker: what saving raises."""
+    with init(FIVE, device="cpu") as context:
+        try:
+            checkpoint.save(folder, 1, *trained(context), context.world_group)
+        except ConfigError as error:
+            return str(error)
+    return "saved"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_on_every_rank(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").touch()
+    found = pool.run(saving, tmp_path / "taken")
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"{tmp_path}/taken/step-00000001 cannot be written\n  rank 0: ")
+
+
+def test_a_checkpoint_that_is_overwritten_in_part_is_none(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saving, tmp_path)
+    step = tmp_path / "step-00000001"
+    assert (step / ".metadata").exists()
+    (step / "__1_0.distcp").unlink()
+    (step / "__1_0.distcp").mkdir()
+    for found in pool.run(saving, tmp_path):
+        assert found.startswith(f"{step} cannot be written\n  rank 1: IsADirectoryError: ")
+    assert not (step / ".metadata").exists()
+
+
+def exported_into_nothing(rank: int, folder: Path) -> str:
+    """Worker: what an export raises whose folder is not there."""
+    with init(FIVE, device="cpu") as context:
+        try:
+            checkpoint.export_safetensors(folder / "no" / "x", whole_model(), context.world_group)
+        except ConfigError as error:
+            return str(error)
+    return "exported"
+
+
+def test_an_export_that_cannot_be_written_is_named_on_every_rank(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    found = pool.run(exported_into_nothing, tmp_path)
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"{tmp_path}/no/x cannot be written: ")
+
+
+def names_of_wrapped(rank: int) -> list[list[str]]:
+    """Worker: the names of the weights of a model in several wrappers."""
+    with init(FIVE, device="cpu") as context:
+        models = [
+            DistributedDataParallel(whole_model(), process_group=context.world_group),
+            torch.compile(whole_model(), backend="eager"),
+            fully_shard(whole_model(), mesh=context.mesh),
+        ]
+        return [list(checkpoint.whole_weights(each, context.world_group)) for each in models]
+
+
+def test_wrappers_do_not_change_the_names_of_weights(pool: Pool) -> None:
+    first, *others = pool.run(names_of_wrapped)
+    assert first == [list(whole_model().state_dict())] * 3
+    assert others == [[[]] * 3] * 4
 
 
 def test_nothing_optional_is_imported() -> None:

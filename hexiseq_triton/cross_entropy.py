@@ -66,7 +66,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return dx * grads[0].to(dx.dtype), dweight * grads[0].to(dweight.dtype), None, None
+        return _scaled(dx, grads[0]), _scaled(dweight, grads[0]), None, None
+
+
+def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return x times a number, which is not rounded to the dtype of x: that would scale all of x.
+
+    As a tensor of one dimension it counts where PyTorch picks the dtype of the product.
+    """
+    return torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from hexiseq_triton.errors import InputError, PeerError
 
 
-def token_mean(
+def mean_of_ranks(
     loss_sum: torch.Tensor,
     num_tokens: int | torch.Tensor,
     *,
     grad_average: int,
     group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Return the mean loss a token over all ranks of `group`; a collective call.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss a token over all ranks of `group`, and its slope; a collective call.
 
     With gradient accumulation pass the valid tokens of the *whole* step as `num_tokens` in each
     micro-step; the returned values then add up to the step's mean.
@@ -35,7 +35,8 @@ def token_mean(
         group: all ranks that train together.
 
     Returns:
-        The mean, a scalar, the same on every rank; 0 if no rank has a valid token.
+        The mean, the same on every rank, 0 if no rank has a valid token; and what a wrapper wants
+        as its slope in this rank's loss sum. Both are float64 scalars without a gradient.
 
     Raises:
         InputError: if `loss_sum` or `num_tokens` is no scalar or `grad_average` is below 1.
@@ -49,38 +50,34 @@ def token_mean(
         raise InputError(f"num_tokens has shape {tuple(num_tokens.shape)}; pass a scalar")
     if grad_average < 1:
         raise InputError(f"grad_average is {grad_average}; it must be 1 or more")
-    mean: torch.Tensor = _TokenMean.apply(  # type: ignore[no-untyped-call]
-        loss_sum, num_tokens, grad_average, group
-    )
+    # float64: a token count above 2^24 is no float32 integer
+    own = torch.as_tensor(num_tokens, device=loss_sum.device)
+    totals = torch.stack([loss_sum.detach().double(), own.detach().double()])
+    try:
+        dist.all_reduce(totals, group=group)
+    except RuntimeError as error:
+        raise PeerError(f"the sum of losses failed: {error}") from error
+    total_loss, total_tokens = totals.unbind()
+    weight = torch.where(total_tokens > 0, 1.0 / total_tokens.clamp(min=1.0), 0.0)
+    return total_loss * weight, grad_average * weight
+
+
+def with_gradient(loss_sum: torch.Tensor, mean: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    """Return the mean in the dtype of the loss sum, with that slope in it."""
+    mean = _Mean.apply(loss_sum, mean, slope)  # type: ignore[no-untyped-call]
     return mean
 
 
-class _TokenMean(torch.autograd.Function):
+class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        loss_sum: torch.Tensor,
-        num_tokens: int | torch.Tensor,
-        grad_average: int,
-        group: dist.ProcessGroup,
+        ctx: Any, loss_sum: torch.Tensor, mean: torch.Tensor, slope: torch.Tensor
     ) -> torch.Tensor:
-        # float64: a token count above 2^24 is no float32 integer
-        totals = torch.stack(
-            [
-                loss_sum.detach().double(),
-                torch.as_tensor(num_tokens, device=loss_sum.device).double(),
-            ]
-        )
-        try:
-            dist.all_reduce(totals, group=group)
-        except RuntimeError as error:
-            raise PeerError(f"the sum of losses failed: {error}") from error
-        total_loss, total_tokens = totals.unbind()
-        weight = torch.where(total_tokens > 0, 1.0 / total_tokens.clamp(min=1.0), 0.0)
-        ctx.save_for_backward((grad_average * weight).to(loss_sum.dtype))
-        return (total_loss * weight).to(loss_sum.dtype)
+        ctx.save_for_backward(slope)
+        return mean.to(loss_sum.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (scale,) = ctx.saved_tensors
-        return grads[0] * scale, None, None, None
+        (slope,) = ctx.saved_tensors
+        # rounded last: 1 / num_tokens alone may be below what float16 holds
+        return (grads[0].double() * slope).to(grads[0].dtype), None, None

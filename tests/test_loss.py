@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from pool import TIMEOUT, Pool
+from torch.utils.checkpoint import checkpoint
 
 from hexiseq_triton.context import init
 from hexiseq_triton.planner import Plan, Split
@@ -59,6 +60,44 @@ def test_value_and_gradient_are_the_true_mean(
 
 def test_no_valid_token_anywhere_gives_zero_and_no_nan(pool: Pool) -> None:
     assert pool.run(mean_and_gradient, PLAN, [(0, 0, 0, 0, 0)], True) == [(0.0, 0.0)] * 5
+
+
+def checkpointed(rank: int, reentrant: bool) -> list[float]:
+    """Worker: two steps whose mean is computed again in backward; return the gradients."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            return context.token_mean(3 * w, 5, grad_average=5)
+
+        found = []
+        for _ in range(2):
+            w = torch.ones((), requires_grad=True)
+            checkpoint(loss, w, use_reentrant=reentrant).backward()
+            assert w.grad is not None
+            found.append(float(w.grad))
+        return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_mean_inside_a_checkpoint_breaks_nothing(pool: Pool, reentrant: bool) -> None:
+    """The recomputation stops by an exception as soon as it has what backward needs."""
+    for found in pool.run(checkpointed, reentrant):
+        assert found == pytest.approx([0.6, 0.6])
+
+
+def half_precision(rank: int) -> float:
+    """Worker: the gradient of a float16 loss over more tokens than 1 / n is precise for there."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        loss_sum = torch.ones((), dtype=torch.float16, requires_grad=True)
+        mean = context.token_mean(loss_sum, 2_000_000, grad_average=1)
+        mean.backward(torch.tensor(2.0**15, dtype=torch.float16))
+        assert loss_sum.grad is not None
+        return float(loss_sum.grad)
+
+
+def test_a_scaled_float16_loss_keeps_its_gradient(pool: Pool) -> None:
+    for found in pool.run(half_precision):
+        assert found == pytest.approx(2**15 / 1e7, rel=1e-3)
 
 
 def refused(rank: int) -> list[str]:

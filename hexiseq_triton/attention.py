@@ -14,7 +14,13 @@ import torch
 
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import InputError
-from hexiseq_triton.flash import Window, check_sink, flash_attn_varlen_func, options_of
+from hexiseq_triton.flash import (
+    Window,
+    check_sink,
+    check_supported,
+    flash_attn_varlen_func,
+    options_of,
+)
 from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import AttentionOptions, row_dots, state_dtype
 from hexiseq_triton.kernels.rotation import Rotation
@@ -147,6 +153,7 @@ def _check(
             raise InputError(f"{name} is {x.dtype}, q {q.dtype}; all must be one floating dtype")
         if x.device != context.device:
             raise InputError(f"{name} is on {x.device}; this context runs on {context.device}")
+    check_supported(q)
 
 
 class _Call(NamedTuple):

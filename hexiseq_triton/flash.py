@@ -16,6 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from hexiseq_triton.errors import InputError
+from hexiseq_triton.kernels.attention import refusal
 from hexiseq_triton.kernels.ops import packed_forward
 from hexiseq_triton.kernels.options import MAX_SOFTCAP, AttentionOptions, state_dtype
 from hexiseq_triton.segments import Mask
@@ -171,11 +172,20 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
         raise InputError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be alike")
     if q.shape[-1] != k.shape[-1]:
         raise InputError(f"k has head dimension {k.shape[-1]}, q {q.shape[-1]}; they must be alike")
+    check_supported(q)
     num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
     if not num_heads or not num_kv_heads or num_heads % num_kv_heads:
         raise InputError(
             f"q has {num_heads} heads, k {num_kv_heads}; q needs a multiple of the heads of k"
         )
+
+
+def check_supported(q: torch.Tensor) -> None:
+    """Raise an InputError if no implementation takes the device, dtype or head dimension of q."""
+    # on "meta" nothing is computed, whoever would do it
+    problem = None if q.is_meta else refusal(q.device, q.dtype, q.shape[-1])
+    if problem:
+        raise InputError(problem)
 
 
 def _refuse_tangents(*inputs: torch.Tensor | None) -> None:

@@ -15,9 +15,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hexiseq_triton.kernels import reference
-from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, Segments, state_dtype
+from hexiseq_triton.kernels.options import (
+    AttentionOptions,
+    HeadMap,
+    Segments,
+    kernels_refuse,
+    state_dtype,
+)
 from hexiseq_triton.kernels.sink import join_sink
 from hexiseq_triton.segments import Segment
+
+_DEVICES = ("cpu", "cuda")
 
 
 def attention_forward(
@@ -157,9 +165,22 @@ def row_dots(do: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
 
 def by_reference(q: torch.Tensor) -> bool:
     """Return whether the reference does the work, by the rule above."""
-    if q.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"q is on {q.device}; supported: cpu and cuda")
+    if q.device.type not in _DEVICES:
+        raise ValueError(_elsewhere(q.device))
     return q.device.type == "cpu" or q.dtype == torch.float64
+
+
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Say why queries of a kind are not supported, by the rule above; None if they are."""
+    if device.type not in _DEVICES:
+        return _elsewhere(device)
+    if device.type == "cpu" or dtype == torch.float64:
+        return None
+    return kernels_refuse(dtype, head_dim)
+
+
+def _elsewhere(device: torch.device) -> str:
+    return f"q is on {device}; supported: {' and '.join(_DEVICES)}"
 
 
 def _without_autocast() -> AbstractContextManager[object]:

@@ -8,10 +8,13 @@ import torch
 import triton
 
 from hexiseq_triton.kernels.forms import ALIGNMENT, Form
-from hexiseq_triton.kernels.options import MAX_SOFTCAP, AttentionOptions, HeadMap
+from hexiseq_triton.kernels.options import (
+    MAX_SOFTCAP,
+    AttentionOptions,
+    HeadMap,
+    kernels_refuse,
+)
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
 _LOG2E = 1.4426950408889634
 _FAR = 1 << 29  # a window side beyond every position: positions stay below 2**29
 _INT32 = 1 << 31
@@ -31,17 +34,13 @@ class Launch:
         heads: HeadMap,
         options: AttentionOptions,
     ) -> None:
-        if q.dtype not in DTYPES:
-            raise ValueError(f"q is {q.dtype}; the kernels take {', '.join(map(str, DTYPES))}")
         if len(q.shape) != 3:
             raise ValueError(f"q has shape {tuple(q.shape)}; expected [T, H, D]")
+        problem = kernels_refuse(q.dtype, q.shape[2])
+        if problem:
+            raise ValueError(problem)
         self.device = q.device
         self.num_heads, self.head_dim = q.shape[1], q.shape[2]
-        if self.head_dim % 8 or not 0 < self.head_dim <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"q has head dimension {self.head_dim}; "
-                f"supported: multiples of 8 up to {MAX_HEAD_DIM}"
-            )
         if options.softmax_scale <= 0.0:
             raise ValueError(f"softmax_scale is {options.softmax_scale}; it must be positive")
         if not options.softcap <= MAX_SOFTCAP:

@@ -9,6 +9,9 @@ import torch
 
 from hexiseq_triton.segments import Mask, Segment
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_DIM = 256
+"""What the Triton kernels take."""
 MAX_SOFTCAP = 1e4
 """The kernels' tanh errs by up to 1e-7, so a capped score by that times the cap."""
 
@@ -78,6 +81,15 @@ def with_rows(segments: Segments) -> list[tuple[Segment, int]]:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of running state: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def kernels_refuse(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Say why the Triton kernels do not take queries of a dtype and head dimension."""
+    if dtype not in DTYPES:
+        return f"q is {dtype}; the kernels take {', '.join(map(str, DTYPES))}"
+    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+        return f"q has head dimension {head_dim}; supported: multiples of 8 up to {MAX_HEAD_DIM}"
+    return None
 
 
 def unit_last_stride(x: torch.Tensor) -> torch.Tensor:

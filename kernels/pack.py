@@ -19,12 +19,11 @@ import triton
 import triton.language as tl
 
 from hexiseq_triton.kernels.forms import Form, forms
+from hexiseq_triton.kernels.options import DTYPES, MAX_HEAD_DIM
 from hexiseq_triton.kernels.pieces import CHUNK_FIELDS, PLACE_FIELDS, Pieces
 from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 from hexiseq_triton.kernels.rotation import Rotation
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 256
 MOST_TENSORS = 3
 NUM_TENSORS = MOST_TENSORS + 6  # and away, own, cos, sin, chunks, places
 # of 14 choices the one whose worst case is best in bench_pack on an H100

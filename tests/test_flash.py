@@ -318,18 +318,6 @@ def test_another_default_device_changes_nothing() -> None:
         assert torch.equal(hx.flash_attn_func(q, k, k), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_forward_mode_differentiation_is_refused() -> None:
-    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
-    for function, x in (
-        (lambda q: hx.flash_attn_func(q, k, k), q),
-        (lambda v: hx.flash_attn_func(q, k, v), k),
-        (lambda sink: hx.flash_attn_func(q, k, k, learnable_sink=sink), torch.zeros(4)),
-    ):
-        with pytest.raises(hx.InputError, match="forward-mode differentiation is not supported"):
-            torch.func.jvp(function, (x,), (x,))
-
-
 def test_views_of_one_projection_work_and_gradients_reach_it() -> None:
     torch.manual_seed(0)
     lengths = [13, 20]
@@ -421,66 +409,6 @@ def test_only_the_first_call_waits_for_the_gpu() -> None:
         both()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def changed(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call of 2 documents, 7 queries and 9 keys, with some changed."""
-    q, k, v = (torch.zeros(7, 4, 8), torch.zeros(9, 2, 8), torch.zeros(9, 2, 8))
-    call = {"q": q, "k": k, "v": v, "max_seqlen_q": 4, "max_seqlen_k": 5}
-    call |= {"cu_seqlens_q": cu_seqlens([3, 4]), "cu_seqlens_k": cu_seqlens([4, 5])}
-    return call | arguments
-
-
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"dropout_p": 0.1}, r"dropout_p is 0\.1; .*not supported"),
-    ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given; ALiBi is not supported"),
-    ({"block_table": torch.zeros(2, 1)}, "block_table is given; .*not supported"),
-    ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
-    ({"softcap": -1.0}, r"softcap is -1\.0; it must be positive"),
-    ({"softcap": float("nan")}, "softcap is nan; it must be positive"),
-    ({"softcap": 1e6}, r"softcap is 1000000\.0; it must be positive, at most 10000"),
-    ({"softmax_scale": 0.0}, r"softmax_scale is 0\.0; it must be positive"),
-    ({"softmax_scale": float("inf")}, "softmax_scale is inf; it must be positive and finite"),
-    ({"q": torch.zeros(1, 7, 4, 8)}, r"q has shape \(1, 7, 4, 8\); expected \[T, heads, head_dim"),
-    ({"q": torch.zeros(7, 3, 8)}, "q has 3 heads, k 2"),
-    ({"q": torch.zeros(7, 4, 16)}, "k has head dimension 8, q 16"),
-    ({"q": torch.zeros(7, 4, 8).half()}, r"k is torch\.float32, q torch\.float16"),
-    ({"q": torch.zeros(7, 4, 8).int()}, r"q is torch\.int32"),
-    ({"k": torch.zeros(9, 2, 8, device="meta")}, "k is on meta, q on cpu"),
-    ({"v": torch.zeros(8, 2, 8)}, r"v has shape \(8, 2, 8\), k \(9, 2, 8\)"),
-    ({"cu_seqlens_q": torch.tensor([0.0, 7.0])}, r"cu_seqlens_q is torch\.float32; use torch\.int"),
-    ({"cu_seqlens_k": torch.tensor([[0, 9]])}, r"cu_seqlens_k has shape \(1, 2\); expected \[num"),
-    ({"cu_seqlens_k": torch.tensor([0, 4, 8])}, "cu_seqlens_k goes from 0 to 8; k has 9 tokens"),
-    ({"cu_seqlens_q": torch.tensor([1, 3, 7])}, "cu_seqlens_q goes from 1 to 7; q has 7 tokens"),
-    ({"cu_seqlens_q": torch.tensor([0, 9, 7])}, "cu_seqlens_q falls from 9 to 7 at entry 2"),
-    ({"cu_seqlens_q": torch.tensor([0, 7]), "max_seqlen_q": 7}, "cu_seqlens_q has 2 entries"),
-    ({"learnable_sink": torch.ones(3)}, r"learnable_sink has shape \(3,\) .*, \[4\]"),
-    ({"learnable_sink": torch.ones(4).int()}, r"learnable_sink .* is torch\.int32"),
-    ({"learnable_sink": torch.ones(4, device="meta")}, "learnable_sink is on meta, q on cpu"),
-    ({"max_seqlen_q": 3}, "max_seqlen_q is 3; the longest document .* has 4 tokens: use 4 or more"),
-    ({"max_seqlen_k": 4}, "max_seqlen_k is 4; the longest document .* has 5 tokens: use 5 or more"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[text for _, text in ERRORS])
-def test_what_does_not_fit_raises_by_name(arguments: dict[str, Any], message: str) -> None:
-    hx.flash_attn_varlen_func(**changed())
-    with pytest.raises(hx.HexiSeqError, match=message):
-        hx.flash_attn_varlen_func(**changed(**arguments))
-
-
-def test_dense_calls_raise_by_name_too() -> None:
-    q, k = torch.zeros(2, 3, 4, 8), torch.zeros(2, 5, 2, 8)
-    with pytest.raises(hx.InputError, match="dropout_p"):
-        hx.flash_attn_func(q, k, k, 0.5)
-    with pytest.raises(hx.InputError, match="alibi_slopes"):
-        hx.flash_attn_func(q, k, k, alibi_slopes=torch.ones(4))
-    with pytest.raises(hx.InputError, match=r"q has shape .*expected \[batch, seq"):
-        hx.flash_attn_func(q[0], k[0], k[0])
-    with pytest.raises(hx.InputError, match="q has head dimension 0"):
-        hx.flash_attn_func(q[..., :0], k[..., :0], k[..., :0])
-    with pytest.raises(hx.InputError, match="k has batch size 1, q 2"):
-        hx.flash_attn_func(q, k[:1], k[:1])
 
 
 def test_names_order_and_defaults_are_those_of_flash_attention_2() -> None:

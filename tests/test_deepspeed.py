@@ -189,6 +189,11 @@ REFUSED: dict[str, tuple[int, tuple[Any, ...], dict[str, Any]]] = {
     "without layout=": (0, (), {"layout": None}),
     "batch_dim_idx is 2": (2, (), {}),
     "one packed stream": (1, (), {}),
+    "rotary_pos_emb is a tuple of 1; it must be two tensors": (
+        0,
+        (),
+        {"rotary_pos_emb": (torch.ones(1, 1, 1, 8),)},
+    ),
 }
 
 
@@ -202,7 +207,9 @@ def refused(rank: int, names: list[str], wrong_ranks: tuple[int, ...]) -> list[s
             dim, args, kwargs = REFUSED[name] if rank in wrong_ranks else (0, (), UNSET)
             q, k, v = (batch[tensor][None] for tensor in "qkv")
             try:
-                attention(q, k, v, dim, None, *args, **({"layout": batch.layout} | kwargs))
+                named = {"layout": batch.layout} | kwargs
+                tables = named.pop("rotary_pos_emb", None)
+                attention(q, k, v, dim, tables, *args, **named)
                 found.append("accepted")
             except HexiSeqError as error:
                 found.append(f"{type(error).__name__}: {error}")

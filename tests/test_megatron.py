@@ -16,7 +16,7 @@ from pool import TIMEOUT, Pool
 
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.errors import HexiSeqError
-from hexiseq_triton.integrations.megatron import DotProductAttention, carry
+from hexiseq_triton.integrations.megatron import DotProductAttention, _turns, carry
 from hexiseq_triton.planner import Plan, Split
 from hexiseq_triton.rope import apply_rope, rope_tables
 
@@ -52,6 +52,7 @@ def config(**changes: Any) -> SimpleNamespace:
         "attention_dropout": 0.0,
         "window_size": WINDOW,
         "window_attn_skip_freq": 2,
+        "no_rope_freq": 3,
         "softmax_type": "vanilla",
         "context_parallel_size": 1,
         "tensor_model_parallel_size": 1,
@@ -110,8 +111,9 @@ CASES = [
     ("thd", "padding_causal", 1, True, WINDOW, True),
     ("sbhd", "causal", 2, False, (-1, -1), True),
     ("sbhd", "no_mask", 2, False, (-1, -1), False),
+    ("thd", "padding_causal", 3, True, WINDOW, True),
 ]
-"""Format, mask type, layer, RoPE; then the window that this layer has, and whether it is causal."""
+"""Format, mask type, layer, whether RoPE is carried; the window of this layer, whether causal."""
 
 
 @pytest.mark.parametrize(("qkv_format", "mask_type", "layer", "turns", "window", "causal"), CASES)
@@ -125,6 +127,7 @@ def test_it_equals_dense_attention(
     causal: bool,
 ) -> None:
     found = pool.run(attended, qkv_format, mask_type, layer, turns)
+    turns = turns and layer % 3 != 0
     assert all(x.shape[0] == 0 for x in found[4])
     for rank in range(4):
         for name, ours, theirs in zip(
@@ -133,11 +136,22 @@ def test_it_equals_dense_attention(
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, msg=f"{name}, rank {rank}")
 
 
+@pytest.mark.parametrize(
+    ("frequency", "turning"), [(None, [1, 2, 3, 4]), (2, [1, 3]), ([0, 1, 1, 0], [1, 4])]
+)
+def test_layers_without_rope_are_those_of_the_config(frequency: Any, turning: list[int]) -> None:
+    settings = config(no_rope_freq=frequency)
+    assert [layer for layer in range(1, 5) if _turns(settings, layer)] == turning
+
+
 BUILT_WRONG: dict[str, dict[str, Any]] = {
     "attention_dropout is 0.1": {"attention_dropout": 0.1},
     "softmax_type is 'learnable'; set it to 'vanilla'": {"softmax_type": "learnable"},
     "context_parallel_size is 2; set it to 1": {"context_parallel_size": 2},
     "tensor_model_parallel_size is 2; set it to 1": {"tensor_model_parallel_size": 2},
+    "pipeline_model_parallel_size is 4; set it to 1": {"pipeline_model_parallel_size": 4},
+    "mtp_num_layers is 1; set it to None": {"mtp_num_layers": 1},
+    r"rotary_base_per_layer is \[1.0\]; set it to None": {"rotary_base_per_layer": [1.0]},
 }
 CALLED_WRONG: dict[str, dict[str, Any]] = {
     "attention_mask is given": {"attention_mask": torch.ones(2, 2)},

@@ -127,6 +127,11 @@ def _rope(tables: tuple[torch.Tensor, torch.Tensor] | None) -> Rope | None:
     """Return what turns q and k, of tables in DeepSpeed's shape."""
     if tables is None:
         return None
+    if len(tables) != 2 or not all(isinstance(table, torch.Tensor) for table in tables):
+        raise InputError(
+            f"rotary_pos_emb is a {type(tables).__name__} of {len(tables)}; it must be two "
+            "tensors, (cos, sin)"
+        )
     for name, table in zip(("cos", "sin"), tables, strict=True):
         if table.dim() != 4 or table.shape[0] != 1 or table.shape[2] != 1:
             raise InputError(

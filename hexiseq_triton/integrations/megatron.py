@@ -54,7 +54,10 @@ _HELD_BY_THE_LAYOUT = (
 
 _FIXED = {
     "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
+    "mtp_num_layers": None,
+    "rotary_base_per_layer": None,
     "softmax_type": "vanilla",
     "apply_query_key_layer_scaling": False,
     "fp8_dot_product_attention": False,
@@ -62,7 +65,10 @@ _FIXED = {
     "qk_clip": False,
     "log_max_attention_logit": False,
 }
-"""The values of a TransformerConfig that are supported; the plan splits tokens and heads."""
+"""The values of a TransformerConfig that are supported; the plan splits tokens and heads.
+
+Multi-token prediction shifts tokens within a rank's rows, past the ends of documents and shards.
+"""
 
 
 class _Carried(NamedTuple):
@@ -79,6 +85,7 @@ def carry(packed_seq_params: Params, batch: LocalBatch, *, rope: RopeLike | None
         packed_seq_params: a fresh one that sets `qkv_format`, "thd" or "sbhd", and no lengths.
         batch: this rank's rows, from `context.shard`.
         rope: turns q and k of these rows, as in `hexiseq_attention`; of `batch.position_ids`.
+            Layers that the config's `no_rope_freq` names leave it out.
 
     Raises:
         InputError: if lengths or a context parallel group are set.
@@ -97,8 +104,9 @@ class DotProductAttention(nn.Module):
     """The core attention of a layer; Megatron builds it, `context` stands in the spec's params.
 
     Args:
-        config: the TransformerConfig; its window, dropout and `deterministic_mode` hold.
-        layer_number: from 1; some layers may have no window.
+        config: the TransformerConfig; its window, dropout, `no_rope_freq` and
+            `deterministic_mode` hold.
+        layer_number: from 1; some layers may have no window, or not turn.
         attn_mask_type: Megatron's enum or a name of it, where a call says none.
         attention_type: only "self".
         attention_dropout: only 0.0; the config's if left out.
@@ -146,6 +154,7 @@ class DotProductAttention(nn.Module):
         self.context = context
         self.softmax_scale = softmax_scale
         self.window_size = _window(config, layer_number)
+        self.turns = _turns(config, layer_number)
         self.deterministic = bool(getattr(config, "deterministic_mode", False))
         self.attn_mask_type = attn_mask_type
 
@@ -204,13 +213,13 @@ class DotProductAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             causal=causal,
             window_size=self.window_size,
-            rope=carried.rope,
+            rope=carried.rope if self.turns else None,
             deterministic=self.deterministic,
         ).flatten(-2)
         return out if is_thd else out[:, None]
 
     def extra_repr(self) -> str:
-        return f"window_size={self.window_size}"
+        return f"window_size={self.window_size}, turns={self.turns}"
 
 
 def _refuse_splits(num_splits: int | None) -> None:
@@ -250,3 +259,13 @@ def _window(config: Any, layer_number: int) -> tuple[int, int]:
     else:
         has_window = frequency is None or bool(frequency[layer_number - 1])
     return (window[0], window[1]) if window and has_window else (-1, -1)
+
+
+def _turns(config: Any, layer_number: int) -> bool:
+    """Return whether this layer has RoPE; a frequency f takes it from every f-th, a list by 1."""
+    frequency = getattr(config, "no_rope_freq", None)
+    if not frequency:
+        return True
+    if isinstance(frequency, int):
+        return layer_number % frequency != 0
+    return not frequency[layer_number - 1]

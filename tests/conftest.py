@@ -25,3 +25,12 @@ def fresh_pool() -> Iterator[Pool]:
     """Three processes for a test that breaks them."""
     with Pool(3) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def ready(pool: Pool) -> Pool:
+    """The pool, once every process has imported transformers."""
+    from small_models import import_all
+
+    pool.run(import_all)
+    return pool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,63 +13,11 @@ import pytest
 import torch
 from commands import in_a_world
 from pool import TIMEOUT, Pool
+from trainers import PLANS, ROW, VOCAB, arguments, model, rows, transformers
 
 from hexiseq_triton.context import init
-from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.integrations.replica_rows import EvaluationLoader, ReplicaRows, shuffled
 from hexiseq_triton.planner import Plan, Split
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-ROW, VOCAB = 48, 97
-PLANS = {
-    # rank 1 has no token; replicas read two rows and one; rank 4 is idle
-    "uneven": Plan.from_splits(
-        [Split((40, 0), (5, 3)), Split((56,), (8,))],
-        [Split((48,), (8,))],
-        sequences=[2, 1],
-        num_kv_heads=2,
-        world_size=5,
-    ),
-    "other": Plan.from_splits(
-        [Split((24, 24, 24, 36, 36), (3, 1, 1, 1, 2))], sequences=[3], num_kv_heads=2
-    ),
-}
-
-
-def rows(count: int, seed: int) -> list[dict[str, list[int]]]:
-    """Return rows of random tokens; some labels do not count, and in row 4 none does.
-
-    The first label never counts, but transformers 5.0 divides by it too.
-    """
-    draw = random.Random(seed)
-    ids = [[draw.randrange(1, VOCAB) for _ in range(ROW)] for _ in range(count)]
-    made = [{"input_ids": row, "labels": [-100, *row[1:-5], *[-100] * 5]} for row in ids]
-    made[4]["labels"] = [-100] * ROW
-    return made
-
-
-def model() -> Any:
-    """Return a small Llama with the same random weights everywhere."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=16, pad_token_id=0,
-        attn_implementation="eager",
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def arguments(out: Path, accumulation: int, steps: int, **extra: Any) -> dict[str, Any]:
-    """Return the TrainingArguments that all runs share."""
-    return {
-        "output_dir": str(out), "use_cpu": True, "max_steps": steps, "learning_rate": 1e-2,
-        "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.5, "logging_steps": 1,
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 3,
-        "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1,
-        "dataloader_pin_memory": False,
-    } | extra  # fmt: skip
 
 
 def logged(trainer: Any) -> dict[str, list[float]]:
@@ -337,135 +284,6 @@ def test_packed_sft_has_the_loss_curve_of_one_process(pool: Pool, tmp_path: Path
     found = pool.run(planned_sft, PLANS["uneven"], options | WRAPPERS["fsdp2"])[0]["loss"]
     assert len(found) == 20
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-# -------------------------------------------------------------------- what is refused
-
-
-def nothing(*_: Any, **__: Any) -> Any:
-    """Stand for a function that is not called."""
-
-
-def refused(rank: int, changed: dict[str, Any], extra: dict[str, Any], wrong_rank: int) -> str:
-    """Worker: what a Trainer raises that is asked for something unsupported on one rank."""
-    in_a_world(rank)
-    from hexiseq_triton.integrations.hf_trainer import PlannedTrainer
-
-    if rank != wrong_rank:
-        changed = {"output_dir": changed["output_dir"]}
-        extra = {}
-    args = transformers.TrainingArguments(**arguments(Path(), 1, 1) | changed)
-    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
-        try:
-            trainer = PlannedTrainer(
-                model(), args=args, train_dataset=rows(6, 0), context=context, **extra
-            )
-            trainer.train()
-        except HexiSeqError as error:
-            return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "compute_metrics needs logits": ({}, {"compute_metrics": nothing}),
-    "only plain cross entropy": ({}, {"compute_loss_func": nothing}),
-    "only plain cross entropy works": ({"label_smoothing_factor": 0.1}, {}),
-    "neftune_noise_alpha is set": ({"neftune_noise_alpha": 5.0}, {}),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_would_be_dropped_is_refused_on_all_ranks(
-    pool: Pool, tmp_path: Path, message: str
-) -> None:
-    changed, extra = REFUSED[message]
-    found = pool.run(refused, {"output_dir": str(tmp_path)} | changed, extra, 1)
-    assert len(set(found)) == 1
-    assert found[0].startswith(f"InputError: rank 1: {message}")
-
-
-class Tripled(transformers.Trainer):  # type: ignore[misc]
-    """A Trainer with another loss."""
-
-    def compute_loss(self, *given: Any, **named: Any) -> Any:
-        return 3 * super().compute_loss(*given, **named)
-
-
-def other_loss(rank: int, by: str, out: str) -> str:
-    """Worker: what a trainer or a model raises whose loss is not that of the next token."""
-    in_a_world(rank)
-    from hexiseq_triton.integrations.hf_trainer import PlannedTrainer, PlannedTrainerMixin
-
-    class PlannedTripled(PlannedTrainerMixin, Tripled):
-        pass
-
-    trained = model()
-    if by == "model":
-        trained = transformers.LlamaForTokenClassification(trained.config)
-    trainer_class = PlannedTripled if by == "trainer" else PlannedTrainer
-    args = transformers.TrainingArguments(**arguments(Path(out), 1, 1))
-    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
-        try:
-            trainer_class(trained, args=args, train_dataset=rows(6, 0), context=context)
-        except HexiSeqError as error:
-            return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize(
-    ("by", "message"),
-    [
-        ("trainer", "Tripled computes its own loss"),
-        ("model", "LlamaForTokenClassification has the loss of ForTokenClassification"),
-    ],
-)
-def test_another_loss_is_refused(pool: Pool, tmp_path: Path, by: str, message: str) -> None:
-    for found in pool.run(other_loss, by, str(tmp_path)):
-        assert found.startswith(f"rank 0: {message}")
-
-
-def spoiled(rank: int, where: str, options: dict[str, Any]) -> tuple[str, float]:
-    """Worker: what a run raises, and after how long, that fails on one rank or in one replica."""
-    in_a_world(rank)
-    from hexiseq_triton.integrations.hf_trainer import PlannedTrainer
-
-    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
-
-        def collate(given: list[dict[str, list[int]]]) -> dict[str, Any]:
-            if where == "rank" and context.rank == 1:
-                raise OSError("a row cannot be read")
-            batch: dict[str, Any] = {
-                name: torch.tensor([row[name] for row in given]) for name in given[0]
-            }
-            if where == "replica" and context.replica == 1:
-                batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
-            return batch
-
-        trainer = PlannedTrainer(
-            model(),
-            args=transformers.TrainingArguments(**options),
-            train_dataset=rows(18, 0),
-            data_collator=collate,
-            context=context,
-        )
-        began = time.monotonic()
-        try:
-            trainer.train()
-        except (HexiSeqError, OSError) as error:
-            return str(error), time.monotonic() - began
-    return "accepted", 0.0
-
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [("rank", "a row cannot be read"), ("replica", "attention_mask hides tokens")],
-)
-def test_all_replicas_hear_soon_of_a_batch_that_fails(
-    pool: Pool, tmp_path: Path, where: str, message: str
-) -> None:
-    for found, seconds in pool.run(spoiled, where, arguments(tmp_path, 1, 1)):
-        assert message in found
-        assert seconds < TIMEOUT.total_seconds() / 2
 
 
 # -------------------------------------------------------------------- rows

@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from hexiseq_triton.environment import settle_environment, start_world
 from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
 from hexiseq_triton.exchange import MessageRoutes
 from hexiseq_triton.layout import BatchLayout
-from hexiseq_triton.loss import token_mean
+from hexiseq_triton.loss import mean_of_ranks, with_gradient
 from hexiseq_triton.mapper import Mapper
 from hexiseq_triton.peer_memory import PeerMemory, open_peer_memory
 from hexiseq_triton.peer_routes import PeerRoutes, open_peer_routes
@@ -260,9 +261,11 @@ class ParallelContext:
     ) -> torch.Tensor:
         """Return the mean loss over all tokens of all ranks; see `hexiseq_triton.loss`."""
         with self.guard():
-            return token_mean(
+            mean = mean_of_ranks(
                 loss_sum, num_tokens, grad_average=grad_average, group=self.world_group
             )
+        # outside: a recomputing checkpoint may stop here by an exception, which is no fault
+        return with_gradient(loss_sum, *mean)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -366,6 +369,16 @@ class ParallelContext:
         self._agreement.post_fault(self._broken)
 
     # ---------------------------------------------------------------- life
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelContext:
+        """Return itself: copies of a model, an average of its weights say, run in these groups."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a context is bound to live processes and cannot be pickled; save model.state_dict() "
+            "and not the model"
+        )
 
     def close(self) -> None:
         """Destroy the groups, and torch.distributed if `init` initialised it."""

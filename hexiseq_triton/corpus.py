@@ -101,8 +101,11 @@ class Corpus:
             for document, start, stop in self._pieces(index * seq_len, (index + 1) * seq_len):
                 parts.append(_read(document, start, stop))
                 lengths.append(stop - start)
-        tokens = torch.cat(parts).long() if parts else torch.empty(0, dtype=torch.int64)
-        return Pack(tokens, torch.tensor(list(accumulate(lengths)), dtype=torch.int32))
+        tokens = (
+            torch.cat(parts).long() if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+        )
+        bounds = torch.tensor(list(accumulate(lengths)), dtype=torch.int32, device="cpu")
+        return Pack(tokens, bounds)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Document, int, int]]:
         """Yield the documents of the tokens [start, stop) of the stream, with the bytes to take."""

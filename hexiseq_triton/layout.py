@@ -45,7 +45,7 @@ class BatchLayout:
         self.number = number
         self.replica = plan.replica_of(rank)
         self.is_alone = self.replica is not None and len(plan.replicas[self.replica].shares) == 1
-        self.cu_seqlens = torch.tensor([0, *accumulate(self.document_lengths)])
+        self.cu_seqlens = torch.tensor([0, *accumulate(self.document_lengths)], device="cpu")
         self._rounds: dict[Mask, tuple[Round, ...]] = {}
         self._exchanges: dict[Mask, Exchange] = {}
         self._places: dict[Mask, Places] = {}

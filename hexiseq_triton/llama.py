@@ -163,10 +163,10 @@ def initialize(model: Llama, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big"))
         ends_branch = name.endswith(("out.weight", "down.weight"))
         std = INIT_STD / (2 * model.config.layers) ** 0.5 if ends_branch else INIT_STD
-        whole = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+        whole = torch.empty(parameter.shape, device="cpu").normal_(0.0, std, generator=generator)
         if isinstance(parameter, DTensor):
             whole = distribute_tensor(
                 whole.to(parameter.device),

@@ -41,7 +41,16 @@ class HexiSeqAttention(nn.Module):
         self.reduce_dtype = reduce_dtype
         self.sink: nn.Parameter | None = None
         if learnable_sink:
-            self.sink = nn.Parameter(torch.zeros(context.plan.num_heads, device=context.device))
+            # a model that is built on "meta" gets memory, and then numbers, once it is sharded
+            default = torch.get_default_device()
+            device = default if default.type == "meta" else context.device
+            self.sink = nn.Parameter(torch.empty(context.plan.num_heads, device=device))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give the sink its first numbers, 0; for who makes a model on "meta" and fills it."""
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
 
     def forward(
         self,

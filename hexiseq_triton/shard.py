@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hexiseq_triton.context import ParallelContext
 
 IGNORED_LABEL = -100
+_FAILED, _FOLLOWS = "failed: ", "follows"
+"""What a rank answers of its batch instead of a fingerprint: its problem follows, or no batch."""
 
 
 @dataclass(frozen=True)
@@ -227,20 +229,24 @@ def _agree(
     source: int | None,
 ) -> None:
     """Let all ranks of the replica raise the same error, or go on with the same batch."""
-    answer = f"failed: {problem}" if problem else _fingerprint(stream, lengths)
+    answer = f"{_FAILED}{problem}" if problem else _fingerprint(stream, lengths)
     if source is not None and not problem and not stream:
-        answer = "follows"
-    answers = context.gather_in_replica("shard", f"source={source} {answer}")
-    ranks = context.replica_ranks
-    failed = [f"rank {r}: {a}" for r, a in zip(ranks, answers, strict=True) if " failed: " in a]
+        answer = _FOLLOWS
+    given = context.gather_in_replica("shard", f"source={source} {answer}")
+    sources, answers = zip(*(each.split(" ", 1) for each in given), strict=True)
+    failed = [
+        f"rank {rank}: {told.removeprefix(_FAILED)}"
+        for rank, told in zip(context.replica_ranks, answers, strict=True)
+        if told.startswith(_FAILED)
+    ]
     if failed:
         raise InputError("\n".join(failed))
-    if len({answer.partition(" ")[0] for answer in answers}) > 1:
+    if len(set(sources)) > 1:
         raise InputError(
             f"the ranks of replica {context.replica} name different sources; pass the same "
-            f"source= on all of them\n{_listed(context, answers)}"
+            f"source= on all of them\n{_listed(context, sources)}"
         )
-    if len({answer for answer in answers if not answer.endswith(" follows")}) > 1:
+    if len(set(answers) - {_FOLLOWS}) > 1:
         raise InputError(
             f"the ranks of replica {context.replica} hold different batches; give them the same "
             f"one, or use source=0\n{_listed(context, answers)}"
@@ -302,5 +308,6 @@ def _positions(segments: Sequence[Segment]) -> torch.Tensor:
 
 
 def _joined(ranges: Iterator[tuple[int, int]]) -> torch.Tensor:
-    parts = [torch.arange(start, stop) for start, stop in ranges]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    # named, or they would go to what torch.set_default_device says
+    parts = [torch.arange(start, stop, device="cpu") for start, stop in ranges]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")

@@ -68,9 +68,9 @@ class SingleProcessTraining:
     def _loss_sum(self, pack: Pack) -> torch.Tensor:
         bounds = _bounds(pack)
         documents = [pack.tokens[start:stop] for start, stop in pairwise(bounds)]
-        end = torch.tensor([IGNORED_LABEL])
+        end = torch.tensor([IGNORED_LABEL], device="cpu")
         labels = torch.cat([torch.cat((document[1:], end)) for document in documents])
-        positions = torch.cat([torch.arange(len(document)) for document in documents])
+        positions = torch.cat([torch.arange(len(each), device="cpu") for each in documents])
         loss_sum: torch.Tensor = self.model(
             pack.tokens.to(self.device),
             positions.to(self.device),

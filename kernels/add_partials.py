@@ -67,7 +67,7 @@ def _tables(pieces: tuple[Piece, ...], device: torch.device) -> _Tables:
         for row in range(start, stop, ROWS):
             tiles.append([row, min(ROWS, stop - row), len(sources), len(firsts)])
             sources += [first + row - start for first in firsts]
-    tables = torch.tensor(tiles, dtype=torch.int64), torch.tensor(sources, dtype=torch.int64)
+    tables = [torch.tensor(x, dtype=torch.int64, device="cpu") for x in (tiles, sources)]
     if device.type == "cuda":
         # synchronous, once a layout: a cached table must be there for every stream
         return _Tables(*(x.to(device) for x in tables))

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hexiseq_triton.cross_entropy import summed_cross_entropy
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.llama import Llama, LlamaConfig, initialize
+from hexiseq_triton.planner import Plan, Split
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.single import dense_attention
+from hexiseq_triton.single import SingleProcessTraining, dense_attention
+from hexiseq_triton.training_config import TrainingConfig
 
 SHAPE = LlamaConfig(layers=2, hidden=24, heads=6, kv_heads=2, head_dim=8, ffn=40, vocab=31)
 TIED = LlamaConfig(layers=1, hidden=24, heads=6, kv_heads=2, ffn=40, vocab=31, tied=True)
@@ -23,6 +25,23 @@ def made(config: LlamaConfig = SHAPE) -> Llama:
     model = Llama(config)
     initialize(model, seed=3)
     return model
+
+
+def test_first_values_do_not_depend_on_the_default_device() -> None:
+    model = Llama(SHAPE)
+    with torch.device("meta"):
+        initialize(model, seed=3)
+    for found, expected in zip(model.parameters(), made().parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_one_process_trains_alike_under_another_default_device() -> None:
+    plan = Plan.from_splits([Split((64,), (8,))], num_kv_heads=4)
+    config = TrainingConfig(model="tiny", steps=1, lr=1e-3)
+    training = SingleProcessTraining(plan, config, "cpu")
+    expected = training.backward()
+    with torch.device("meta"):
+        assert training.backward() == expected
 
 
 def logits(model: Llama, tokens: torch.Tensor, lengths: list[int], shift: int = 0) -> torch.Tensor:
@@ -182,6 +201,22 @@ def test_low_precision_inputs_give_a_float32_loss() -> None:
     assert loss.dtype == torch.float32
     exact = F.cross_entropy(x @ weight.T, labels, reduction="sum")
     torch.testing.assert_close(loss.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_gradients_are_scaled_by_what_was_asked(dtype: torch.dtype) -> None:
+    """1 / 300 rounded to bfloat16 is off by 0.2 %, and so would be the norm of the gradient."""
+    x, weight, labels = random_layer(200)
+    low = [leaf.detach().to(dtype).requires_grad_() for leaf in (x, weight)]
+
+    whole = torch.autograd.grad(summed_cross_entropy(*low, labels), low)
+    scaled = torch.autograd.grad(summed_cross_entropy(*low, labels) / 300, low)
+
+    for once, part in zip(whole, scaled, strict=True):
+        assert part.dtype == dtype
+        assert 300 * float(part.double().norm() / once.double().norm()) == pytest.approx(
+            1, abs=1e-3
+        )
 
 
 @pytest.mark.gpu

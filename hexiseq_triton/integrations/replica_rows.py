@@ -71,6 +71,6 @@ class EvaluationLoader(DataLoader[Any]):
 
 def shuffled(num_rows: int, seed: int, epoch: int) -> list[int]:
     """Return the rows in the random order of an epoch."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order: list[int] = torch.randperm(num_rows, generator=generator).tolist()
+    generator = torch.Generator("cpu").manual_seed(seed + epoch)
+    order: list[int] = torch.randperm(num_rows, generator=generator, device="cpu").tolist()
     return order

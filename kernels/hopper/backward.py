@@ -104,6 +104,13 @@ def _stage_grad_q(dq, staged, softmax_scale, EARLY: gl.constexpr):
 
 
 @gluon.jit
+def _old_place(is_read, counts, places, columns, slot):
+    """Return row, rows and column in dq of the block in `slot`; 0 rows if nobody reads its dq."""
+    rows = gl.where(is_read, get(counts.index(slot)), 0)
+    return get(places.index(slot)), rows, get(columns.index(slot))
+
+
+@gluon.jit
 def _add_grad_q(dq_rows, staged, row, num_rows, column):
     """Let the copy engine add what is staged to `num_rows` rows in memory."""
     tma_add(dq_rows, bounded_at(dq_rows, row, num_rows, column), four_dimensional(staged, dq_rows))
@@ -134,6 +141,9 @@ def _consume(
     FIRST_COLUMN: gl.constexpr = 0 if D == COLUMNS else W * COLUMNS
     EARLY: gl.constexpr = scales_early(DTYPE)
     LATE: gl.constexpr = BLOCK_M > KEYS  # dp after p, where both do not fit the registers
+    # read numbers ahead of a wait that hides the time it takes, where registers are left for them
+    AHEAD: gl.constexpr = EARLY and not SOFTCAP
+    SCORES_AHEAD: gl.constexpr = AHEAD and not LATE  # at 64 it would cost 13%
     SLOTS: gl.constexpr = STAGES + 1
     MY_DS: gl.constexpr = DS_FULL + W * SLOTS
     OTHER_DS: gl.constexpr = DS_FULL + (1 - W) * SLOTS
@@ -161,17 +171,24 @@ def _consume(
             k_mine = keys.index(o).slice(W * KEYS, KEYS, 0)
             v_mine = values.index(o).slice(W * KEYS, KEYS, 0)
             mbarrier.wait(q_full.index(stage), phase)
+            if SCORES_AHEAD:
+                row_lse = lses.index(stage).load(CL)
             s = warpgroup_mma(
                 k_mine, queries.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            if SCORES_AHEAD:
+                diagonal = get(diagonals.index(stage))
             if not LATE:
                 mbarrier.wait(do_full.index(stage), phase)
                 dp = warpgroup_mma(
                     v_mine, grads.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
             s = warpgroup_mma_wait(0 if LATE else 1, deps=(s,))
+            if not SCORES_AHEAD:
+                row_lse = lses.index(stage).load(CL)
+                diagonal = get(diagonals.index(stage))
             p, weight = probabilities(
-                s, lses.index(stage).load(CL), get(diagonals.index(stage)), W * KEYS, k_rows,
+                s, row_lse, diagonal, W * KEYS, k_rows,
                 scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
             )  # fmt: skip
             pb = gl.convert_layout(p, PL)
@@ -181,6 +198,8 @@ def _consume(
                     v_mine, grads.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
                 dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
+            if AHEAD:
+                row_delta = deltas.index(stage).load(CL)[None, :]
             if FUSED:
                 # dq of the block before; for a tile's first block a product that nobody reads
                 meet_if(n > begin, OTHER_DS + old_slot, CONSUMERS)
@@ -188,11 +207,14 @@ def _consume(
             if not LATE:
                 dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
             if FUSED:
+                if AHEAD and LATE:
+                    row, rows, column = _old_place(n > begin, counts, places, columns, old_slot)
                 # the last addition has read its place, and all warps meet: ds needs that too
                 tma.store_wait(0)
             dp = warpgroup_mma_wait(2 if FUSED else 1, deps=(dp,))
-            # from 16 bits: in float32 it would take 16 more registers
-            row_delta = deltas.index(stage).load(CL)[None, :]
+            if not AHEAD:
+                row_delta = deltas.index(stage).load(CL)[None, :]
+            # from 16 bits: in float32 p would take 16 more registers
             dp = dp * softmax_scale - row_delta if EARLY else dp - row_delta
             ds = (unpacked(weight) * dp).to(DTYPE)
             if FUSED:
@@ -209,12 +231,11 @@ def _consume(
                     dq = warpgroup_mma_wait(2, deps=(dq,))
                     _stage_grad_q(dq, staged, softmax_scale, EARLY)
                     fence_async_shared()
-                # of what nobody reads 0 rows are added
-                count = gl.where(n > begin, get(counts.index(old_slot)) - FIRST_ROW, 0)
+                if not (AHEAD and LATE):
+                    row, rows, column = _old_place(n > begin, counts, places, columns, old_slot)
                 _add_grad_q(
-                    dq_rows, staged, get(places.index(old_slot)) + FIRST_ROW, count,
-                    get(columns.index(old_slot)) + FIRST_COLUMN,
-                )  # fmt: skip
+                    dq_rows, staged, row + FIRST_ROW, rows - FIRST_ROW, column + FIRST_COLUMN
+                )
             dk_block, dv_block, pb, ds = warpgroup_mma_wait(0, deps=(dk_next, dv_next, pb, ds))
             arrive(QUERIES_FREE + stage, ALL)
         if FUSED and end > begin:
@@ -225,11 +246,8 @@ def _consume(
             tma.store_wait(0)
             _stage_grad_q(dq, staged, softmax_scale, EARLY)
             fence_async_shared()
-            _add_grad_q(
-                dq_rows, staged, get(places.index(old_slot)) + FIRST_ROW,
-                get(counts.index(old_slot)) - FIRST_ROW,
-                get(columns.index(old_slot)) + FIRST_COLUMN,
-            )  # fmt: skip
+            row, rows, column = _old_place(True, counts, places, columns, old_slot)
+            _add_grad_q(dq_rows, staged, row + FIRST_ROW, rows - FIRST_ROW, column + FIRST_COLUMN)
         begin = end
         # read again, rather than held in registers meanwhile
         kv_head = get(work.index(1))

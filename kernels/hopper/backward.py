@@ -37,6 +37,7 @@ from hexiseq_triton.kernels.configs import Config
 from hexiseq_triton.kernels.forms import Form, bounded_blocks, form
 from hexiseq_triton.kernels.hopper import grad_kv as wide
 from hexiseq_triton.kernels.hopper.api import (
+    AHEAD_AT_64,
     fence_async_shared,
     gl,
     gluon,
@@ -104,10 +105,13 @@ def _stage_grad_q(dq, staged, softmax_scale, EARLY: gl.constexpr):
 
 
 @gluon.jit
-def _old_place(is_read, counts, places, columns, slot):
-    """Return row, rows and column in dq of the block in `slot`; 0 rows if nobody reads its dq."""
-    rows = gl.where(is_read, get(counts.index(slot)), 0)
-    return get(places.index(slot)), rows, get(columns.index(slot))
+def _place_of(
+    slot, is_read, counts, places, columns, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr
+):
+    """Return row, rows and column in dq of this consumer's part of a block; of what nobody reads
+    0 rows are added."""
+    rows = gl.where(is_read, get(counts.index(slot)) - FIRST_ROW, 0)
+    return get(places.index(slot)) + FIRST_ROW, rows, get(columns.index(slot)) + FIRST_COLUMN
 
 
 @gluon.jit
@@ -142,7 +146,7 @@ def _consume(
     EARLY: gl.constexpr = scales_early(DTYPE)
     LATE: gl.constexpr = BLOCK_M > KEYS  # dp after p, where both do not fit the registers
     # read numbers ahead of a wait that hides the time it takes, where registers are left for them
-    AHEAD: gl.constexpr = EARLY and not SOFTCAP
+    AHEAD: gl.constexpr = EARLY and not SOFTCAP and (AHEAD_AT_64 or not LATE)
     SCORES_AHEAD: gl.constexpr = AHEAD and not LATE  # at 64 it would cost 13%
     SLOTS: gl.constexpr = STAGES + 1
     MY_DS: gl.constexpr = DS_FULL + W * SLOTS
@@ -208,7 +212,9 @@ def _consume(
                 dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
             if FUSED:
                 if AHEAD and LATE:
-                    row, rows, column = _old_place(n > begin, counts, places, columns, old_slot)
+                    row, rows, column = _place_of(
+                        old_slot, n > begin, counts, places, columns, FIRST_ROW, FIRST_COLUMN
+                    )
                 # the last addition has read its place, and all warps meet: ds needs that too
                 tma.store_wait(0)
             dp = warpgroup_mma_wait(2 if FUSED else 1, deps=(dp,))
@@ -232,10 +238,10 @@ def _consume(
                     _stage_grad_q(dq, staged, softmax_scale, EARLY)
                     fence_async_shared()
                 if not (AHEAD and LATE):
-                    row, rows, column = _old_place(n > begin, counts, places, columns, old_slot)
-                _add_grad_q(
-                    dq_rows, staged, row + FIRST_ROW, rows - FIRST_ROW, column + FIRST_COLUMN
-                )
+                    row, rows, column = _place_of(
+                        old_slot, n > begin, counts, places, columns, FIRST_ROW, FIRST_COLUMN
+                    )
+                _add_grad_q(dq_rows, staged, row, rows, column)
             dk_block, dv_block, pb, ds = warpgroup_mma_wait(0, deps=(dk_next, dv_next, pb, ds))
             arrive(QUERIES_FREE + stage, ALL)
         if FUSED and end > begin:
@@ -246,8 +252,10 @@ def _consume(
             tma.store_wait(0)
             _stage_grad_q(dq, staged, softmax_scale, EARLY)
             fence_async_shared()
-            row, rows, column = _old_place(True, counts, places, columns, old_slot)
-            _add_grad_q(dq_rows, staged, row + FIRST_ROW, rows - FIRST_ROW, column + FIRST_COLUMN)
+            row, rows, column = _place_of(
+                old_slot, True, counts, places, columns, FIRST_ROW, FIRST_COLUMN
+            )
+            _add_grad_q(dq_rows, staged, row, rows, column)
         begin = end
         # read again, rather than held in registers meanwhile
         kv_head = get(work.index(1))

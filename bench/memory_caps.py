@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 
 import hexiseq_triton as hx
+from hexiseq_triton.devices import local_device
 from hexiseq_triton.emulation.emulate import Emulation
 from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split
 from hexiseq_triton.planner.explain import cost_of
 from hexiseq_triton.planner.gpus import Figure
 from hexiseq_triton.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from hexiseq_triton.planner.workload import Workload
-from hexiseq_triton.profiling.world import local_device, world
+from hexiseq_triton.profiling.world import world
 from hexiseq_triton.train import Training
 from hexiseq_triton.training_config import TrainingConfig
 

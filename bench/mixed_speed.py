@@ -52,10 +52,11 @@ from mixed_layers import (
 
 import hexiseq_triton as hx
 from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.devices import local_device
 from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, Plan
-from hexiseq_triton.profiling.world import local_device, world
+from hexiseq_triton.profiling.world import world
 
 TOKENS = (65536, 131072)
 SAMPLES = 3

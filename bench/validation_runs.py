@@ -42,9 +42,10 @@ from validation_training import Call, layer_both_ways, training_step
 
 import hexiseq_triton as hx
 from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.devices import local_device
 from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.profiling.clock import timed
-from hexiseq_triton.profiling.world import local_device, world
+from hexiseq_triton.profiling.world import world
 from hexiseq_triton.slow_start import unless_done_in
 from hexiseq_triton.tracing.observe import device_name
 from hexiseq_triton.tracing.phases import Phases, measured_phases

@@ -1,7 +1,11 @@
 """Save and resume training with torch.distributed.checkpoint (DCP), one folder a checkpoint.
 
 DCP writes shards and reads them back under any number of ranks, so a run may go on under another
-plan. Its `.metadata` file is written last: a folder without one is no checkpoint.
+plan. Its `.metadata` file is written last: a folder without one is no checkpoint. All ranks must
+see the same files: with several hosts the folder lies on a file system that they share.
+
+A checkpoint says how many tokens of which text the run has seen, and not only its step: under
+another plan a step may be another number of tokens.
 
 For other programs the weights alone can be gathered and written whole:
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,51 +38,87 @@ from torch.distributed.tensor import DTensor
 from hexiseq_triton.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: optimizer steps, and tokens of a text.
+
+    `text` names what is read, and in which order: tokens of one say nothing of another.
+    """
+
+    step: int
+    tokens: int
+    text: str
+
+
 def save(
     folder: Path,
-    step: int,
+    position: Position,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
 ) -> None:
-    """Write the state after `step` steps; a collective call of all ranks.
+    """Write the state at `position`; a collective call of all ranks.
 
     Raises:
         ConfigError: the same on every rank, if one of them cannot write.
     """
-    state = _state(model, optimizer) | {"step": step}
-    target = folder / f"step-{step:08d}"
+    state = _state(model, optimizer) | asdict(position)
+    checkpoint = folder / name_of(position.step)
     if dist.get_rank(group) == 0:
         # an earlier run's: while it is overwritten the folder is no checkpoint. DCP plans on this
         # rank before any rank writes, and says itself what is wrong with the folder
         with suppress(OSError):
-            (target / ".metadata").unlink()
-    with _briefly(f"{target} cannot be written"):
-        dcp.save(state, checkpoint_id=target, process_group=group)
+            (checkpoint / ".metadata").unlink()
+    with _explained(f"checkpoint: {checkpoint} cannot be written"):
+        dcp.save(state, checkpoint_id=checkpoint, process_group=group)
 
 
 def resume(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
-) -> int:
-    """Load the newest checkpoint that the first rank finds; return its step.
+    folder: Path,
+    text: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup,
+) -> Position:
+    """Load the newest checkpoint that the first rank finds; return how far it is.
+
+    Args:
+        folder: where this rank sees the checkpoints.
+        text: names what the run reads on.
+        model: takes the weights.
+        optimizer: takes its state.
+        group: all ranks.
 
     Raises:
         ConfigError: the same on every rank, if there is no checkpoint, it cannot be read, or it is
-            another model's.
+            another model's or another text's.
     """
-    state = _state(model, optimizer) | {"step": 0}
-    found: list[Any] = [None, ""]
-    if dist.get_rank(group) == 0:
-        found = list(_found(folder, state["model"]))
-    checkpoint, problem = _from_first(found, model, group)
+    state = _state(model, optimizer) | asdict(Position(0, 0, text))
+    found: list[Any] = ["", ""]
+    if dist.get_rank(group) == 0:  # whatever happens here, the others wait to be told
+        try:
+            found[0] = _newest(folder)
+            found[1] = _difference(folder / found[0], state["model"])
+        except Exception as error:
+            known = isinstance(error, ConfigError)
+            found[1] = str(error) if known else f"{_unreadable(folder / found[0])} ({error!r})"
+    name, problem = _from_first(found, model, group)
     if problem:
         raise ConfigError(f"resume: {problem}")
-    with _briefly(f"resume: {checkpoint} cannot be read"):
+    checkpoint = folder / name
+    with _explained(f"resume: {_unreadable(checkpoint)}"):
         dcp.load(state, checkpoint_id=checkpoint, process_group=group)
+    position = Position(state["step"], state["tokens"], state["text"])
+    if position.text != text:
+        raise ConfigError(
+            f"resume: {checkpoint} stands at token {position.tokens} of another text "
+            f"({position.text}; here {text}); give its documents and seed, or begin another run: "
+            "another out, without resume"
+        )
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    return int(state["step"])
+    return position
 
 
 def whole_weights(model: nn.Module, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
@@ -133,44 +174,53 @@ def _from_first(values: list[Any], model: nn.Module, group: dist.ProcessGroup) -
     return values
 
 
+def name_of(step: int) -> str:
+    """Return what the folder of a checkpoint is called."""
+    return f"step-{step:08d}"
+
+
+def checkpoints_in(folder: Path) -> list[str]:
+    """Return the names of all whole checkpoints in a folder, the oldest first."""
+    return sorted(path.parent.name for path in folder.glob("step-*/.metadata"))
+
+
 @contextmanager
-def _briefly(problem: str) -> Iterator[None]:
-    """Raise what DCP says in tracebacks, and not as an Exception, as a line for each rank."""
+def _explained(what: str) -> Iterator[None]:
+    """Turn DCP's error, which all ranks raise, into one that says what to do."""
     try:
         yield
     except CheckpointException as error:
-        told = (
-            f"  rank {rank}: {type(failure).__name__}: {failure}"
-            for rank, (failure, _) in sorted(error.failures.items())
-        )
-        raise ConfigError("\n".join([problem, *told])) from error
+        ranks_of: dict[str, list[int]] = {}
+        for rank, (reason, _) in sorted(error.failures.items()):
+            ranks_of.setdefault(f"{type(reason).__name__}: {reason}", []).append(rank)
+        listed = (f"{reason}, on ranks {ranks}" for reason, ranks in ranks_of.items())
+        raise ConfigError(f"{what} ({'; '.join(listed)})") from error
 
 
-def _found(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Path | None, str]:
-    """Return the newest checkpoint, and why it will not do.
+def _newest(folder: Path) -> str:
+    """Return the name of the newest checkpoint.
 
-    It raises nothing: one rank looks, and the others wait for what it found.
+    Raises:
+        ConfigError: if there is none.
     """
-    newest = None
-    try:
-        newest = max((path.parent for path in folder.glob("step-*/.metadata")), default=None)
-        difference = "" if newest is None else _difference(newest, tensors)
-    except Exception as error:  # a broken pickle may raise anything
-        told = f"{type(error).__name__}: {error}"
-        return newest, f"{newest or folder} cannot be read: {told}; put it right, or remove resume"
-    if newest is None:
-        return None, (
-            f"{folder} holds no checkpoint; set checkpoint_every in the first run, or remove resume"
+    found = checkpoints_in(folder)
+    if not found:
+        raise ConfigError(
+            f"{folder} holds no checkpoint; set checkpoint_every in the first run, and begin it "
+            "again without resume, in another out"
         )
-    if difference:
-        return newest, (
-            f"{newest} holds another model: {difference}; name that model, or remove resume"
-        )
-    return newest, ""
+    return found[-1]
+
+
+def _unreadable(checkpoint: Path) -> str:
+    return (
+        f"{checkpoint} cannot be read; all hosts must see its files: if they do, it is damaged, "
+        "remove it to go on from the one before"
+    )
 
 
 def _difference(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the first of a model's tensors that is another in a checkpoint; "" if none is."""
+    """Return why a checkpoint is none of a model with these tensors; "" if it is one."""
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     there = {
         name.removeprefix("model."): tuple(entry.size)
@@ -180,5 +230,14 @@ def _difference(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> str:
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
-            return f"{name} has shape {there.get(name)} there and {here.get(name)} here"
+            return (
+                f"{checkpoint} holds another model: {name} has shape {there.get(name)} there and "
+                f"{here.get(name)} here; name that model, or begin another run: another out, "
+                "without resume"
+            )
+    if "tokens" not in stored:
+        return (
+            f"{checkpoint} does not say how many tokens its run has seen, as those of an earlier "
+            "version; begin another run: another out, without resume"
+        )
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hexiseq_triton.agreement import Agreement
 from hexiseq_triton.communicators import make_communicators
-from hexiseq_triton.devices import DeviceReport, describe_device, place
+from hexiseq_triton.devices import DeviceReport, describe_device, local_device, place
 from hexiseq_triton.environment import settle_environment, start_world
 from hexiseq_triton.errors import HexiSeqError, InputError, PeerError, PlanError
 from hexiseq_triton.exchange import MessageRoutes
@@ -55,51 +54,52 @@ def init(
 
     Args:
         plan: a plan or its file.
-        device: this process's device; its local GPU if left out, else the CPU.
+        device: this process's device; left out, its local GPU, else the CPU. "cuda" alone is the
+            local GPU too.
         timeout: how long a rank waits for another before it raises.
         remap: let processes run ranks in another order where the devices ask for it.
         symmetric_memory: let the ranks of a group, and those of a replica, that are on one host
             use each other's memory where they can; False sends all by NCCL.
 
     Raises:
+        ConfigError: if this host has no such device.
         PlanError: the same on every rank, if ranks hold different plans, the world has another
             size, a file is wrong on any rank, or the devices are not those of the plan.
         PeerError: if a rank does not come.
     """
     name = next(_names)  # whatever fails on this rank, its next context is the others' next too
     settle_environment()
-    chosen = _device(device)
     owns_world = not dist.is_initialized()
-    if owns_world:
-        start_world(chosen, timeout)
     agreement: Agreement | None = None
     try:
-        store = dist.PrefixStore(f"hexiseq/{name}", _get_default_store())
-        agreement = Agreement(store, dist.get_rank(), timeout)
+        if not owns_world:  # others may wait there already
+            agreement = _agreement(name, timeout)
+        chosen = local_device(device)
+        if agreement is None:
+            start_world(chosen, timeout)
+            agreement = _agreement(name, timeout)
         agreed, world_ranks = _agree_on_plan(plan, chosen, agreement, remap)
         context = ParallelContext(agreed, chosen, timeout, agreement, world_ranks, owns_world)
         if symmetric_memory:
             context.share_memory(timeout)
         return context
     except BaseException as error:
-        if agreement is not None and not isinstance(error, HexiSeqError):
+        if agreement is not None and not isinstance(error, (PlanError, PeerError)):
             agreement.post_fault(_told(dist.get_rank(), error))  # the others wait for this rank
-        if owns_world:
+        if owns_world and dist.is_initialized():
             dist.destroy_process_group()
         raise
+
+
+def _agreement(name: int, timeout: timedelta) -> Agreement:
+    """Return how the ranks agree in a context, over the store of the world that stands."""
+    store = dist.PrefixStore(f"hexiseq/{name}", _get_default_store())
+    return Agreement(store, dist.get_rank(), timeout)
 
 
 def _told(rank: int, error: BaseException) -> str:
     """Return what the other ranks are told of an error."""
     return f"rank {rank}: {type(error).__name__}: {error}"
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 def _agree_on_plan(

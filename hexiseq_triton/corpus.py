@@ -3,7 +3,7 @@
 A file is a document, a byte a token. Documents stand one after the other in one endless stream,
 shuffled anew each epoch, and sequence i is its tokens [i * seq_len, (i + 1) * seq_len): a pack of
 documents, cut at both ends. A step takes the next sequences of the stream, so every token is seen
-once an epoch, replicas see different ones, and the step number alone says where to go on.
+once an epoch, replicas see different ones, and how many tokens were taken says where to go on.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Corpus:
         documents: the files, in the order of their paths.
         num_tokens: tokens of an epoch.
         digest: a hash of the files' names and sizes.
+        text: names the stream: the files, and their order.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Corpus:
         seed: int = 0,
     ) -> None:
         root = standard_library() if folder is None else Path(folder)
+        if not root.is_dir():
+            raise ConfigError(f"corpus: folder is {root}; there is no such folder")
         try:
             found = list(root.rglob(pattern))
         except (NotImplementedError, ValueError) as error:
@@ -87,18 +90,33 @@ class Corpus:
         held = [(str(path.relative_to(root)), size) for path, size in self.documents]
         self.digest = hashlib.blake2b(repr(held).encode(), digest_size=6).hexdigest()
         self.seed = seed
+        self.text = f"documents {self.digest}, seed {seed}"
         self._order = lru_cache(maxsize=2)(self._shuffled)
         if not self.documents:
+            sizes_that_fit = f"{most} bytes or fewer" if max_document_tokens else "any size"
             raise ConfigError(
-                f"corpus: {root} holds no file {pattern} of 1 to {most} bytes; name another folder "
-                "or pattern, or raise max_document_tokens"
+                f"corpus: {root} holds no file {pattern} of {sizes_that_fit} that is not empty; "
+                "name another folder or pattern, or raise max_document_tokens"
+            )
+        if self.num_tokens == len(self.documents):
+            raise ConfigError(
+                f"corpus: every file {pattern} of {root} is one byte: no token has a next one to "
+                "predict; name another folder or pattern, or raise max_document_tokens"
             )
 
-    def sequences(self, indices: range, seq_len: int) -> Pack:
-        """Return consecutive sequences of the stream as one pack; no document crosses two."""
+    def sequences(self, indices: range, seq_len: int, origin: int = 0) -> Pack:
+        """Return consecutive sequences of the stream as one pack; no document crosses two.
+
+        Args:
+            indices: of the sequences.
+            seq_len: tokens of each.
+            origin: the token at which sequence 0 begins; below 0 if the stream's first token is in
+                a later one.
+        """
         parts, lengths = [], [0]
         for index in indices:
-            for document, start, stop in self._pieces(index * seq_len, (index + 1) * seq_len):
+            first = origin + index * seq_len
+            for document, start, stop in self._pieces(first, first + seq_len):
                 parts.append(_read(document, start, stop))
                 lengths.append(stop - start)
         tokens = (
@@ -128,7 +146,13 @@ class Corpus:
 def _read(document: Document, start: int, stop: int) -> torch.Tensor:
     with document.path.open("rb") as file:
         file.seek(start)
-        return torch.frombuffer(bytearray(file.read(stop - start)), dtype=torch.uint8)
+        found = bytearray(file.read(stop - start))
+    if len(found) < stop - start:
+        raise ConfigError(
+            f"corpus: {document.path} had {document.num_tokens} bytes when the run began and has "
+            f"{start + len(found)} or fewer now; leave documents as they are while they are read"
+        )
+    return torch.frombuffer(found, dtype=torch.uint8)
 
 
 def sequences_of(plan: Plan, replica: int | None, step: int, turn: int) -> range:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from hexiseq_triton.errors import PlanError
+from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.gpus import is_named
 
@@ -28,6 +29,45 @@ class DeviceReport:
     @classmethod
     def from_json(cls, text: str) -> DeviceReport:
         return cls(**json.loads(text))
+
+
+def local_device(device: torch.device | str | None = None) -> torch.device:
+    """Return this process's device: what is asked for, else its local GPU, else the CPU.
+
+    "cuda" without a number is the local GPU too: that of torchrun's LOCAL_RANK, or PyTorch's
+    current one where nothing says LOCAL_RANK.
+
+    Raises:
+        ConfigError: if this host has no such GPU, or the package runs on no such device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}; it is cuda, cuda:0 or cpu, say") from error
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
+        raise ConfigError(f"device is {chosen}; the package runs on cuda and cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {chosen}; PyTorch finds no GPU here: leave device out")
+    return torch.device("cuda", _local_index() if chosen.index is None else _known(chosen.index))
+
+
+def _local_index() -> int:
+    local = os.environ.get("LOCAL_RANK")
+    return torch.cuda.current_device() if local is None else _known(int(local), "LOCAL_RANK")
+
+
+def _known(index: int, name: str = "the device's number") -> int:
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"{name} is {index}; PyTorch finds {count} GPUs on {socket.gethostname()}: start one "
+            "process a GPU; with CUDA_VISIBLE_DEVICES set to nothing, all run on the CPU"
+        )
+    return index
 
 
 def describe_device(device: torch.device) -> DeviceReport:

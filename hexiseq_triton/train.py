@@ -11,6 +11,7 @@ printed and written to `timeline.json` (docs/recorded-runs.md).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from hexiseq_triton import checkpoint
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.corpus import VOCAB, Corpus, sequences_of
+from hexiseq_triton.devices import local_device
 from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.environment import settle_environment
 from hexiseq_triton.errors import ConfigError
@@ -35,7 +37,8 @@ from hexiseq_triton.metrics import Report, StepMetrics
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import Cluster, Plan
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.profiling.world import local_device, profile_command
+from hexiseq_triton.profiling.world import profile_command
+from hexiseq_triton.run_folder import CHECKPOINTS, METRICS, TIMELINE, check_folder
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
 from hexiseq_triton.tracing.layers import record_layers
 from hexiseq_triton.tracing.observe import Observer, save_trace
@@ -44,6 +47,7 @@ from hexiseq_triton.tracing.record import Forecast
 from hexiseq_triton.tracing.report import print_recorded, report_console
 from hexiseq_triton.training_config import TrainingConfig
 
+_log = logging.getLogger(__name__)
 _OF_A_NODE = {"out", "timeout_seconds"}
 """Fields of a configuration in which ranks may differ."""
 
@@ -59,12 +63,13 @@ def train(
 ) -> list[StepMetrics]:
     """Train as `config` says under `plan`; a collective call of all ranks, under torchrun.
 
-    Writes `metrics.jsonl`, `timeline.json` and checkpoints into the config's `out`.
+    Writes `metrics.jsonl`, `timeline.json` and checkpoints into the config's `out`, which must hold
+    no other run unless the config says `resume`.
 
     Args:
         plan: a plan or its file.
         config: a configuration or its file.
-        device: this process's device; its local GPU if left out, else the CPU.
+        device: this process's device, as in `hexiseq_triton.init`.
         cluster: what the plan was made for, or its file: the phases of a step are then predicted
             too, and not only the step and each rank's computing.
         trace: write the observed steps of all ranks here, as a Chrome trace.
@@ -75,7 +80,8 @@ def train(
 
     Raises:
         ConfigError: if a field is wrong, or the model doesn't fit the plan; the same on every rank
-            if ranks have different configurations, models or documents.
+            if ranks have different configurations, models or documents, if `out` holds another
+            run, or if there is nothing to resume from.
         PlanError: as `hexiseq_triton.init` does.
         PeerError: if another rank failed; the message is that rank's.
     """
@@ -84,7 +90,7 @@ def train(
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = Cluster.load(cluster)
     settle_environment()  # an emulation uses the GPU before `init`
-    chosen = local_device() if device is None else torch.device(device)
+    chosen = local_device(device)
     timeout = timedelta(seconds=config.timeout_seconds)
     slow_links = emulation is not None and emulation.delays_links
     with (
@@ -93,6 +99,7 @@ def train(
     ):
         if emulation is not None:
             emulation.delay_links(context)
+        check_folder(context, config)
         training = Training(context, config)
         spec = ModelSpec.load(config.model)
         left = config.steps - training.steps_done
@@ -124,20 +131,52 @@ class Training:
             shape = model_config(config, context.plan)
             self.corpus = make_corpus(config)
             _agree_on_run(context, config, shape, self.corpus)
+        if context.rank == 0 and self.corpus.num_tokens < self._step_tokens:
+            _log.warning(
+                "a step takes %d tokens, and the corpus has %d: each step repeats documents",
+                self._step_tokens,
+                self.corpus.num_tokens,
+            )
         self.model = _sharded(shape, context, config)
         record_layers(self.model, context.timeline)
         self.optimizer = make_optimizer(self.model, config)
         self.steps_done = 0
         self.observer: Observer | None = None
+        self._origin = 0
         self._attention = HexiSeqAttention(context, causal=True)
         if config.resume:
-            self.steps_done = checkpoint.resume(
-                self._checkpoints, self.model, self.optimizer, context.world_group
-            )
+            self._resume()
 
     @property
     def _checkpoints(self) -> Path:
-        return Path(self.config.out) / "checkpoints"
+        return Path(self.config.out) / CHECKPOINTS
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.context.plan.global_batch * self.context.plan.seq_len
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint, at the token that its run came to."""
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        found = checkpoint.resume(
+            self._checkpoints,
+            self.corpus.text,
+            self.model,
+            self.optimizer,
+            self.context.world_group,
+        )
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay  # as the configuration says now
+        self.steps_done = found.step
+        # the plan may be one of other steps than those before
+        self._origin = found.tokens - found.step * self._step_tokens
+        if self.context.rank == 0 and found.step >= self.config.steps:
+            _log.warning(
+                "nothing to do: %s holds step %d, and steps, counted from the beginning, is %d",
+                self._checkpoints,
+                found.step,
+                self.config.steps,
+            )
 
     def run(
         self, observer: Observer | None = None, trace: str | Path | None = None
@@ -149,7 +188,9 @@ class Training:
             trace: write what it saw here too, as a Chrome trace.
         """
         self.observer = observer
-        done = []
+        done: list[StepMetrics] = []
+        if self.steps_done >= self.config.steps:
+            return done
         with self._report() or nullcontext() as report:
             while self.steps_done < self.config.steps:
                 done.append(self.step())
@@ -165,7 +206,7 @@ class Training:
     def _report(self) -> Report | None:
         if self.context.rank != 0:
             return None
-        path = Path(self.config.out) / "metrics.jsonl"
+        path = Path(self.config.out) / METRICS
         label = "" if self.observer is None else self.observer.emulated
         return Report(path, start=self.steps_done, steps=self.config.steps, emulated=label)
 
@@ -175,7 +216,7 @@ class Training:
         if found is None:
             return
         run, spans = found
-        run.save(Path(self.config.out) / "timeline.json")
+        run.save(Path(self.config.out) / TIMELINE)
         if trace is not None:
             save_trace(trace, run, spans)
         print_recorded(run, report_console(), profile_command(run.world_size))
@@ -190,7 +231,7 @@ class Training:
             self.update()
             loss = float(mean)  # on CUDA waits for the device
         seconds = time.perf_counter() - began
-        tokens = self.context.plan.global_batch * self.context.plan.seq_len
+        tokens = self._step_tokens
         return StepMetrics(self.steps_done, loss, tokens, seconds, tokens / seconds)
 
     def backward(self) -> torch.Tensor:
@@ -219,7 +260,7 @@ class Training:
         """Return this rank's rows of the next step's pass `turn`."""
         plan, replica = self.context.plan, self.context.replica
         indices = sequences_of(plan, replica, self.steps_done, turn)
-        tokens, cu_seqlens = self.corpus.sequences(indices, plan.seq_len)
+        tokens, cu_seqlens = self.corpus.sequences(indices, plan.seq_len, self._origin)
         with self.context.timeline.span("shard"):
             batch = self.context.shard(
                 {"input_ids": tokens, "labels": tokens}, cu_seqlens=cu_seqlens
@@ -236,9 +277,10 @@ class Training:
 
     def save(self) -> None:
         """Write a checkpoint."""
+        tokens = self._origin + self.steps_done * self._step_tokens
         checkpoint.save(
             self._checkpoints,
-            self.steps_done,
+            checkpoint.Position(self.steps_done, tokens, self.corpus.text),
             self.model,
             self.optimizer,
             self.context.world_group,

@@ -29,8 +29,9 @@ class TrainingConfig:
     parameters themselves, their gradients and Adam's state are fp32. `recompute` "full" keeps only
     each layer's input for backward; left out, it is what the plan's memory figures assume.
 
-    A checkpoint is written every `checkpoint_every` steps and after the last; left out, never.
-    `resume` goes on from the newest one in `out`; `steps` counts from the beginning of the run.
+    `out` may hold no other run. A checkpoint is written every `checkpoint_every` steps and after
+    the last; left out, never. `resume` goes on from the newest one in `out`, at the token that its
+    run came to; `steps` counts from the beginning of the run.
     """
 
     model: str

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from pool import Pool
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +22,8 @@ from hexiseq_triton.planner import Plan, Split
 
 FIVE = Plan.from_splits([Split((40, 0), (5, 3)), Split((56,), (8,))], world_size=5)
 THREE = Plan.from_splits([Split((10, 20), (4, 4))], [Split((30,), (8,))])
+
+POSITION = checkpoint.Position(1, 96, "a text")
 
 
 def whole_model() -> nn.Module:
@@ -42,18 +46,35 @@ def saved(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     """Worker: save a checkpoint and an export; return the whole weights."""
     with init(FIVE, device="cpu") as context:
         model, optimizer = trained(context)
-        checkpoint.save(folder, 1, model, optimizer, context.world_group)
+        checkpoint.save(folder, POSITION, model, optimizer, context.world_group)
         checkpoint.export_safetensors(folder / "export", model, context.world_group)
         return checkpoint.whole_weights(model, context.world_group)
 
 
-def resumed(rank: int, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """Worker: resume in another world; return the number and the weights."""
+def resumed(rank: int, folder: Path) -> tuple[checkpoint.Position, dict[str, torch.Tensor]]:
+    """Worker: resume in another world; return the position and the weights."""
     with init(THREE, device="cpu") as context:
         model = fully_shard(whole_model(), mesh=context.mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        step = checkpoint.resume(folder, model, optimizer, context.world_group)
-        return step, checkpoint.whole_weights(model, context.world_group)
+        found = checkpoint.resume(folder, POSITION.text, model, optimizer, context.world_group)
+        return found, checkpoint.whole_weights(model, context.world_group)
+
+
+def resumed_from_an_earlier_version(rank: int, folder: Path) -> None:
+    """Worker: resume from a checkpoint that has a step and no tokens."""
+    with init(THREE, device="cpu") as context:
+        model, optimizer = trained(context)
+        old = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        group = context.world_group
+        dcp.save(old | {"step": 1}, checkpoint_id=folder / "step-00000001", process_group=group)
+        checkpoint.resume(folder, POSITION.text, model, optimizer, group)
+
+
+def test_a_checkpoint_that_counts_no_tokens_is_refused(fresh_pool: Pool, tmp_path: Path) -> None:
+    outcomes = fresh_pool.outcomes(resumed_from_an_earlier_version, tmp_path)
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "does not say how many tokens its run has seen" in outcomes[0].error
 
 
 def test_another_world_resumes_and_others_read(
@@ -63,8 +84,8 @@ def test_another_world_resumes_and_others_read(
     weights, *others = pool.run(saved, tmp_path)
     assert not any(others)
     assert weights["0.weight"].shape == (13, 7)
-    step, found = fresh_pool.run(resumed, tmp_path)[0]
-    assert step == 1
+    position, found = fresh_pool.run(resumed, tmp_path)[0]
+    assert position == POSITION
     read = safetensors.load_file(tmp_path / "export")
     for name, weight in weights.items():
         assert torch.equal(found[name], weight)
@@ -84,8 +105,8 @@ def refused(rank: int, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (".metadata", b"cut off", "step-00000001 cannot be read: UnpicklingError: "),
-        ("__1_0.distcp", None, "step-00000001 cannot be read\n  rank 0: FileNotFoundError: "),
+        (".metadata", b"cut off", "UnpicklingError"),
+        ("__1_0.distcp", None, "FileNotFoundError: "),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_is_named_on_every_rank(
@@ -99,14 +120,16 @@ def test_a_checkpoint_that_cannot_be_read_is_named_on_every_rank(
         (tmp_path / "step-00000001" / file).write_bytes(content)
     found = fresh_pool.run(refused, tmp_path)
     assert len(set(found)) == 1
-    assert found[0].startswith(f"resume: {tmp_path}/{message}")
+    assert found[0].startswith(f"resume: {tmp_path}/step-00000001 cannot be read; all hosts must ")
+    assert "remove it to go on from the one before" in found[0]
+    assert message in found[0]
 
 
 def saving(rank: int, folder: Path) -> str:
     """Worker: what saving raises."""
     with init(FIVE, device="cpu") as context:
         try:
-            checkpoint.save(folder, 1, *trained(context), context.world_group)
+            checkpoint.save(folder, POSITION, *trained(context), context.world_group)
         except ConfigError as error:
             return str(error)
     return "saved"
@@ -118,7 +141,9 @@ def test_a_checkpoint_that_cannot_be_written_is_named_on_every_rank(
     (tmp_path / "taken").touch()
     found = pool.run(saving, tmp_path / "taken")
     assert len(set(found)) == 1
-    assert found[0].startswith(f"{tmp_path}/taken/step-00000001 cannot be written\n  rank 0: ")
+    taken = f"checkpoint: {tmp_path}/taken/step-00000001"
+    assert found[0].startswith(f"{taken} cannot be written (")
+    assert found[0].endswith(", on ranks [0, 1, 2, 3, 4])")
 
 
 def test_a_checkpoint_that_is_overwritten_in_part_is_none(pool: Pool, tmp_path: Path) -> None:
@@ -128,7 +153,8 @@ def test_a_checkpoint_that_is_overwritten_in_part_is_none(pool: Pool, tmp_path: 
     (step / "__1_0.distcp").unlink()
     (step / "__1_0.distcp").mkdir()
     for found in pool.run(saving, tmp_path):
-        assert found.startswith(f"{step} cannot be written\n  rank 1: IsADirectoryError: ")
+        assert found.startswith(f"checkpoint: {step} cannot be written (IsADirectoryError: ")
+        assert found.endswith(", on ranks [1])")
     assert not (step / ".metadata").exists()
 
 

@@ -59,6 +59,29 @@ def test_sequences_are_consecutive_runs_of_the_stream(folder: Path, seq_len: int
     assert all(pack.cu_seqlens[-1] == len(pack.tokens) == seq_len for pack in apart)
 
 
+@pytest.mark.parametrize("origin", [30, -26])
+def test_sequences_go_on_anywhere_in_the_stream(folder: Path, origin: int) -> None:
+    corpus = Corpus(folder)
+
+    found = corpus.sequences(range(2, 4), 13, origin)
+
+    whole = corpus.sequences(range(1), 200).tokens
+    assert torch.equal(found.tokens, whole[origin + 26 : origin + 52])
+
+
+def test_a_document_that_got_shorter_is_named(folder: Path) -> None:
+    corpus = Corpus(folder, pattern="b.py")
+    (folder / "b.py").write_text("b" * 7, encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"b\.py had 40 bytes when the run began"):
+        corpus.sequences(range(1), 40)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"folder is .*nowhere; there is no such folder"):
+        Corpus(tmp_path / "nowhere")
+
+
 def test_a_document_longer_than_a_sequence_is_cut_at_its_ends(folder: Path) -> None:
     corpus = Corpus(folder, pattern="b.py")
 
@@ -84,6 +107,11 @@ def test_larger_files_are_left_out(folder: Path) -> None:
 def test_a_folder_without_files_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no file \*\.rs"):
         Corpus(folder, pattern="*.rs")
+
+
+def test_documents_of_one_token_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"every file \*\.py of .* is one byte"):
+        Corpus(folder, max_document_tokens=1)
 
 
 def test_the_standard_library_is_there_and_long_tailed() -> None:

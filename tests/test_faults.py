@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from pool import TIMEOUT, Outcome, Pool
 
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import init
-from hexiseq_triton.devices import DeviceReport
+from hexiseq_triton.devices import DeviceReport, local_device
+from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Plan, Split
 
 FIVE = Plan.from_splits([Split((20, 12, 8), (3, 3, 2)), Split((24, 16), (4, 4))], num_kv_heads=2)
@@ -313,6 +315,54 @@ def test_a_rank_that_fails_within_init_tells_the_others(fresh_pool: Pool) -> Non
     outcomes = fresh_pool.outcomes(one_has_no_device)
     assert [outcome.kind for outcome in outcomes] == ["PeerError", "AssertionError", "PeerError"]
     assert {outcomes[rank].error for rank in (0, 2)} == {"rank 1: AssertionError: no driver"}
+
+
+def one_has_another_device(rank: int) -> None:
+    """Worker: rank 1 asks for what the package does not run on."""
+    init(THREE, device="xpu" if rank == 1 else "cpu", timeout=SHORT)
+
+
+def test_a_device_that_is_none_reaches_the_others(fresh_pool: Pool) -> None:
+    began = time.monotonic()
+    outcomes = fresh_pool.outcomes(one_has_another_device)
+    assert time.monotonic() - began < SHORT.total_seconds()
+    assert [outcome.kind for outcome in outcomes] == ["PeerError", "ConfigError", "PeerError"]
+    assert "device is xpu; the package runs on cuda and cpu" in outcomes[0].error
+
+
+@pytest.mark.parametrize(
+    ("asked", "local_rank", "found"),
+    [
+        ("cuda", "2", "cuda:2"),
+        (None, "2", "cuda:2"),
+        ("cuda:1", "2", "cuda:1"),
+        ("cuda", None, "cuda:3"),
+        ("cpu", "2", "cpu"),
+        ("cuda", "4", "LOCAL_RANK is 4; PyTorch finds 4 GPUs on "),
+        ("cuda:7", "0", "the device's number is 7; PyTorch finds 4 GPUs on "),
+        ("gpu", "0", "device is 'gpu'; it is cuda, cuda:0 or cpu"),
+    ],
+)
+def test_the_device_is_the_local_gpu_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, local_rank: str | None, found: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if " " not in found:
+        assert str(local_device(asked)) == found
+        return
+    with pytest.raises(ConfigError, match=re.escape(found)):
+        local_device(asked)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device is cuda; PyTorch finds no GPU here"):
+        local_device("cuda")
 
 
 def one_names_no_device(rank: int) -> bool:

@@ -241,8 +241,8 @@ def test_training_with_prefetch_equals_one_process(
 class _LastFirst(Corpus):
     """The same documents, the last of a sequence first: sums over tokens run in another order."""
 
-    def sequences(self, indices: range, seq_len: int) -> Pack:
-        tokens, cu_seqlens = super().sequences(indices, seq_len)
+    def sequences(self, indices: range, seq_len: int, origin: int = 0) -> Pack:
+        tokens, cu_seqlens = super().sequences(indices, seq_len, origin)
         documents = tokens.split(cu_seqlens.diff().tolist())[::-1]
         lengths = [0, *(len(document) for document in documents)]
         return Pack(torch.cat([tokens[:0], *documents]), torch.tensor(lengths).cumsum(0).int())

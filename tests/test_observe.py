@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> TrainingConfig:
 def trained(rank: int, config: TrainingConfig, emulation: Emulation | None) -> list[float]:
     """Worker: train on the CPU with a trace."""
     cluster = Cluster.from_mapping(CLUSTER)
-    trace = Path(config.out) / "trace.json"
+    trace = Path(config.out) / "traces" / "trace.json"
     done = train(PLAN, config, "cpu", cluster=cluster, trace=trace, emulation=emulation)
     return [metrics.loss for metrics in done]
 
@@ -65,7 +65,12 @@ def trained(rank: int, config: TrainingConfig, emulation: Emulation | None) -> l
 def test_a_run_is_observed_on_every_rank(pool: Pool, config: TrainingConfig) -> None:
     pool.run(trained, config, None)
 
-    run = RecordedRun.load(Path(config.out) / "timeline.json")
+    written = Path(config.out) / "timeline.json"
+    run = RecordedRun.load(written)
+    later = written.with_name("later.json")
+    later.write_text(written.read_text("utf-8").replace('"version": 1', '"version": 2'), "utf-8")
+    with pytest.raises(ConfigError, match=r"later.json: version is 2"):
+        RecordedRun.load(later)
     assert (run.plan, run.steps, run.emulated) == (PLAN.digest, 2, ("",) * 5)
     for phases, expected in zip(run.measured, run.predicted, strict=True):
         assert tuple(phases) == PHASES == tuple(expected)
@@ -81,7 +86,9 @@ def test_a_run_is_observed_on_every_rank(pool: Pool, config: TrainingConfig) -> 
     assert run.measured[0]["all-to-all"] > 0
     assert all(0 < share <= 1 for share in run.visible_share)
 
-    events = json.loads((Path(config.out) / "trace.json").read_text("utf-8"))["traceEvents"]
+    events = json.loads((Path(config.out) / "traces" / "trace.json").read_text("utf-8"))[
+        "traceEvents"
+    ]
     for rank in range(5):
         names = [e["name"] for e in events if e["pid"] == rank and e["ph"] == "X"]
         assert names.count("step") == 2
@@ -101,7 +108,9 @@ def test_slow_links_change_no_loss_and_are_named_in_every_file(
     assert run.emulated[2] == "emulated: links of 0.001 GB/s"
     lines = (Path(slow.out) / "metrics.jsonl").read_text("utf-8").splitlines()
     assert all(json.loads(line)["emulated"].startswith("emulated: ") for line in lines)
-    events = json.loads((Path(slow.out) / "trace.json").read_text("utf-8"))["traceEvents"]
+    events = json.loads((Path(slow.out) / "traces" / "trace.json").read_text("utf-8"))[
+        "traceEvents"
+    ]
     processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert processes[2] == "rank 2 (emulated: links of 0.001 GB/s)"
 
@@ -184,6 +193,22 @@ def test_the_order_is_given_and_pairs_predicted_wrong_are_named() -> None:
     ]
     close = [with_step(run, 1.02, 1.0), with_step(run, 1.0, 1.1)]
     assert not any(line.startswith("warning") for line in order_lines(["a", "b"], close))
+
+
+def test_plans_of_other_batches_are_not_compared(pool: Pool, config: TrainingConfig) -> None:
+    other = Plan.from_splits([Split((60, 61), (3, 1))], num_kv_heads=2, world_size=5)
+    outcomes = pool.outcomes(compared, config, [PLAN, other])
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert "the plans' steps are of 120, 121 tokens" in outcomes[0].error
+
+
+def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(
+    pool: Pool, config: TrainingConfig
+) -> None:
+    outcomes = pool.outcomes(compared, replace(config, out=config.model), [PLAN, PLAN])
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    assert "plan-1, which is no folder" in outcomes[0].error
 
 
 @pytest.mark.parametrize("command", ["profile", "doctor", "compare"])

@@ -201,6 +201,16 @@ def test_wrong_experiments_are_refused(folder: Path, changes: dict[str, Any], me
     assert message in str(error.value)
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_work(folder: Path) -> None:
+    below_a_file = folder / "model.yaml" / "page.md"
+    for path, says in ((folder, "which is a folder"), (below_a_file, "model.yaml is no folder")):
+        code, _, error = run(folder, "--page", str(path))
+        assert code == 2
+        assert f"--page is {path}" in error
+        assert says in error
+        assert not (folder / "out").exists()
+
+
 def test_missing_experiments_are_named(folder: Path) -> None:
     code, _, err = run(folder, "--only", "Z1,Z9")
     assert code == 2

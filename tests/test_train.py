@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,6 +153,147 @@ def test_a_run_can_go_on_under_another_plan(pool: Pool, config: TrainingConfig) 
     single = SingleProcessTraining(other, config, "cpu")
     expected = [single.step() for _ in range(4)]
     assert [m.loss for m in resumed] == pytest.approx(expected[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("seq_len", [128, 96])
+def test_a_run_goes_on_at_its_token_under_other_sequences(
+    pool: Pool, config: TrainingConfig, seq_len: int
+) -> None:
+    """After 2 steps of 256 tokens and 3 of 128 or 96, text is neither skipped nor seen twice."""
+    other = Plan.from_splits([Split((seq_len - 40, 40), (3, 1))], num_kv_heads=2, world_size=5)
+    begun = replace(config, checkpoint_every=2, steps=2)
+    pool.run(trained, uneven_plan(), begun)
+
+    resumed = pool.run(trained, other, replace(begun, steps=5, resume=True))[0]
+
+    single = SingleProcessTraining(uneven_plan(), config, "cpu")
+    for _ in range(2):
+        single.step()
+    single.plan = other
+    whole = single.corpus.sequences(range(1), 2 * 256 + 3 * seq_len)
+    at = {2 + i: range(2 * 256 + i * seq_len, 2 * 256 + (i + 1) * seq_len) for i in range(3)}
+    taken = []
+    read = single.corpus.sequences
+
+    def later(indices: range, length: int) -> Any:
+        (step,) = indices
+        pack = read(range(1), length, at[step].start)
+        taken.append(pack.tokens)
+        return pack
+
+    single.corpus.sequences = later  # type: ignore[assignment, method-assign]
+    expected = [single.step() for _ in range(3)]
+    assert torch.equal(torch.cat(taken), whole.tokens[2 * 256 :])
+    assert [m.loss for m in resumed] == pytest.approx(expected, rel=1e-5)
+
+    again = replace(begun, steps=6, resume=True)  # from what the resumed run wrote
+    (last,) = pool.run(trained, other, again)[0]
+    at[5] = range(2 * 256 + 3 * seq_len, 0)
+    assert last.loss == pytest.approx(single.step(), rel=1e-5)
+
+
+def same_refusal(pool: Pool, plan: Plan, config: TrainingConfig) -> str:
+    """Return the ConfigError that every rank raised."""
+    outcomes = pool.outcomes(trained, plan, config)
+    assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
+    assert len({outcome.error for outcome in outcomes}) == 1
+    return outcomes[0].error
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seed": 1}, {"corpus": CorpusOptions(max_document_tokens=200)}]
+)
+def test_resuming_in_another_text_is_refused(
+    pool: Pool, config: TrainingConfig, changed: dict[str, Any]
+) -> None:
+    begun = replace(config, checkpoint_every=1, steps=1)
+    pool.run(trained, uneven_plan(), begun)
+
+    error = same_refusal(pool, uneven_plan(), replace(begun, resume=True, **changed))
+
+    assert "step-00000001 stands at token 256 of another text (documents " in error
+
+
+@pytest.mark.parametrize(
+    ("every", "says"),
+    [
+        (2, r"another run \(1 checkpoints up to step-00000002\); resume: true goes on with it"),
+        (None, r"another run \(metrics.jsonl, and no checkpoint to go on from\); name another out"),
+    ],
+)
+def test_a_run_does_not_begin_in_the_folder_of_another(
+    pool: Pool, config: TrainingConfig, every: int | None, says: str
+) -> None:
+    pool.run(trained, uneven_plan(), replace(config, steps=2, checkpoint_every=every))
+    held = {path: path.read_bytes() for path in Path(config.out).rglob("*") if path.is_file()}
+
+    error = same_refusal(pool, uneven_plan(), replace(config, checkpoint_every=1))
+
+    assert re.search(says, error)
+    assert config.out in error
+    left = {path: path.read_bytes() for path in Path(config.out).rglob("*") if path.is_file()}
+    assert left == held
+
+
+def test_a_folder_that_cannot_be_made_is_the_same_error_on_every_rank(
+    pool: Pool, config: TrainingConfig
+) -> None:
+    error = same_refusal(pool, uneven_plan(), replace(config, out=config.model))
+
+    assert f"out is {config.model}, which is no folder" in error
+
+
+def test_a_run_that_is_over_is_left_as_it_is(pool: Pool, config: TrainingConfig) -> None:
+    begun = replace(config, steps=2, checkpoint_every=1)
+    pool.run(trained, uneven_plan(), begun)
+    metrics = Path(config.out, "metrics.jsonl").read_text("utf-8")
+
+    assert pool.run(trained, uneven_plan(), replace(begun, steps=1, resume=True)) == [[]] * 5
+    assert Path(config.out, "metrics.jsonl").read_text("utf-8") == metrics
+
+
+def warnings_of(rank: int, plan: Plan, config: TrainingConfig) -> list[str]:
+    """Worker: what is logged while a training is made."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hexiseq_triton.train")
+    log.addHandler(handler)
+    try:
+        with init(plan, device="cpu", timeout=TIMEOUT) as context:
+            Training(context, config)
+    finally:
+        log.removeHandler(handler)
+    return told
+
+
+def test_a_corpus_smaller_than_a_step_is_told_once(
+    pool: Pool, config: TrainingConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("a" * 100, encoding="utf-8")
+    small = replace(config, corpus=CorpusOptions(folder=str(tmp_path), pattern="*.txt"))
+
+    told, *others = pool.run(warnings_of, uneven_plan(), small)
+
+    assert told == ["a step takes 256 tokens, and the corpus has 100: each step repeats documents"]
+    assert others == [[]] * 4
+
+
+def weight_decays(rank: int, plan: Plan, config: TrainingConfig) -> list[float]:
+    """Worker: what the optimizer decays by."""
+    with init(plan, device="cpu", timeout=TIMEOUT) as context:
+        return [g["weight_decay"] for g in Training(context, config).optimizer.param_groups]
+
+
+def test_a_resumed_run_takes_the_weight_decay_it_is_given(
+    pool: Pool, config: TrainingConfig
+) -> None:
+    begun = replace(config, checkpoint_every=1, steps=1)
+    pool.run(trained, uneven_plan(), begun)
+
+    changed = replace(begun, weight_decay=0.25, resume=True)
+
+    assert pool.run(weight_decays, uneven_plan(), changed) == [[0.25, 0.0]] * 5
 
 
 def test_recomputing_layers_changes_no_bit(pool: Pool, config: TrainingConfig) -> None:

@@ -189,6 +189,18 @@ def test_the_table_shows_what_changed() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_a_file_of_something_else_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # then what it names is missing
+    other = tmp_path / "cluster.yaml"
+    other.write_text("nodes: []", encoding="utf-8")
+    for path, says in ((other, "nodes is no field here"), (tmp_path, "which is a folder")):
+        result = CliRunner().invoke(app, ["tune", "--out", str(path)])
+        assert result.exit_code == 2
+        assert says in result.stderr
+
+
 def test_without_a_gpu_the_command_says_so() -> None:
     result = CliRunner().invoke(app, ["tune"])
     assert result.exit_code == 2

@@ -25,7 +25,8 @@ def compare_command(
     emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
     """Train a few steps under each plan, under torchrun, and print predicted against measured."""
-    from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device
+    from hexiseq_triton.devices import local_device
+    from hexiseq_triton.profiling.world import check_started_by_torchrun
 
     check_started_by_torchrun("compare")
     from hexiseq_triton.emulation.emulate import Emulation
@@ -47,6 +48,8 @@ def compare_command(
     if runs is None:
         return
     names = [path.stem for path in plan]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in plan]
     console = report_console()
     print_table(comparison_table(names, runs), console)
     for line in order_lines(names, runs):

@@ -18,7 +18,8 @@ TIMEOUT = timedelta(minutes=3)
 def doctor_command() -> None:
     """Check versions, links and kernels of all ranks under torchrun; exit code 1 if anything must
     be fixed."""
-    from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device
+    from hexiseq_triton.devices import local_device
+    from hexiseq_triton.profiling.world import check_started_by_torchrun
 
     check_started_by_torchrun("doctor")
     import torch.distributed as dist

@@ -40,6 +40,20 @@ def file_to_write(option: typer.CallbackParam, path: Path | None) -> Path | None
     return path
 
 
+def file_to_make(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Return the path an option gives for a file whose folder may have to be made, as its callback.
+
+    Raises:
+        ConfigError: as `file_to_write`.
+    """
+    if path is None or not _writes():
+        return path
+    if path.parent.is_dir():
+        return file_to_write(option, path)
+    _check_folder(f"{option.opts[0]} is {path}", path.parent)
+    return path
+
+
 def folder_to_write(option: typer.CallbackParam, path: Path | None) -> Path | None:
     """Return the path an option gives for a folder that may have to be made, as its callback.
 
@@ -48,13 +62,17 @@ def folder_to_write(option: typer.CallbackParam, path: Path | None) -> Path | No
     """
     if path is None or not _writes():
         return path
-    given = f"{option.opts[0]} is {path}"
-    nearest = next(each for each in (path, *path.parents) if each.exists())
+    _check_folder(f"{option.opts[0]} is {path}", path)
+    return path
+
+
+def _check_folder(given: str, folder: Path) -> None:
+    """Refuse a folder that can be neither written nor made."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{given}; {nearest} is no folder")
     if not os.access(nearest, os.W_OK):
         raise ConfigError(f"{given}; nothing may be written into {nearest}")
-    return path
 
 
 def _writes() -> bool:

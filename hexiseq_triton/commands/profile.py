@@ -38,7 +38,8 @@ def profile_command(
     emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
     """Measure every GPU and link under torchrun, within a minute, for `hexiseq plan --cluster`."""
-    from hexiseq_triton.profiling.world import check_started_by_torchrun, local_device, world
+    from hexiseq_triton.devices import local_device
+    from hexiseq_triton.profiling.world import check_started_by_torchrun, world
 
     check_started_by_torchrun("profile")
     import torch.distributed as dist

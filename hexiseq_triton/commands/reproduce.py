@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hexiseq_triton.commands.options import folder_to_write
+from hexiseq_triton.commands.options import file_to_make, folder_to_write
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.reproduction.checks import checks
 from hexiseq_triton.planner.reproduction.experiments import Named, load_experiments
@@ -37,9 +37,9 @@ def reproduce_command(
         Path,
         typer.Option(help="folder for results, summary and plots", callback=folder_to_write),
     ] = Path("bench/results/reproduction"),
-    page: Annotated[Path, typer.Option(help="where the page is written")] = Path(
-        "docs/reproduction.md"
-    ),
+    page: Annotated[
+        Path, typer.Option(help="where the page is written", callback=file_to_make)
+    ] = Path("docs/reproduction.md"),
     jobs: Annotated[int, typer.Option(help="processes side by side")] = 2,
     fresh: Annotated[bool, typer.Option("--fresh", help="compute again what is known")] = False,
 ) -> None:

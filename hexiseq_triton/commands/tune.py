@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from hexiseq_triton.commands.options import file_to_make
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.reports.terminal import print_table
 
@@ -24,7 +25,8 @@ def tune_command(
         bool, typer.Option("--quick", help="head dimension 128 only, few candidates")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="write here, and not where the kernels look")
+        Path | None,
+        typer.Option(help="write here, and not where the kernels look", callback=file_to_make),
     ] = None,
 ) -> None:
     """Measure which launch choices are fastest on this GPU, a few minutes, and keep them."""
@@ -36,8 +38,11 @@ def tune_command(
             "run it on a machine of the cluster, once for each model of card"
         )
     from hexiseq_triton.kernels import tune
-    from hexiseq_triton.kernels.user_tables import Card, save_section, table_path
+    from hexiseq_triton.kernels.user_tables import Card, load_sections, save_section, table_path
 
+    path = out or table_path()
+    if path.exists():
+        load_sections(path)  # another file is refused before minutes of measuring
     console = Console()
     device = torch.device("cuda", torch.cuda.current_device())
     card, size = Card.of(device), tune.QUICK if quick else tune.FULL
@@ -49,7 +54,6 @@ def tune_command(
             choices.append(choice)
             done = f"{choice.task.table}, head dimension {choice.task.head_dim}"
             progress.update(bar, advance=1, description=done)
-    path = out or table_path()
     save_section(tune.section_of(card, choices), path)
     print_table(choice_table(card.name, choices), console)
     console.print(f"written to {path}", soft_wrap=True)

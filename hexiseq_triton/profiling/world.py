@@ -14,13 +14,6 @@ from hexiseq_triton.environment import start_world
 from hexiseq_triton.errors import ConfigError
 
 
-def local_device() -> torch.device:
-    """Return this process's device: its local GPU, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
-
-
 def check_started_by_torchrun(command: str) -> None:
     """Raise a ConfigError that shows the command to type, unless torchrun started this process."""
     if "RANK" not in os.environ and not dist.is_initialized():

@@ -17,6 +17,7 @@ from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, Plan
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.profiling.world import world
+from hexiseq_triton.run_folder import check_writable
 from hexiseq_triton.tracing.observe import OBSERVED_STEPS, WARM_UP_STEPS, Observer
 from hexiseq_triton.tracing.record import Forecast, RecordedRun
 from hexiseq_triton.train import Training
@@ -44,10 +45,17 @@ def compare(
         What was recorded of each plan, in order; None on ranks other than 0.
 
     Raises:
-        ConfigError: if there are fewer than two plans, or some plan is for another number of ranks.
+        ConfigError: if there are fewer than two plans, some plan is for another number of ranks,
+            their steps differ in tokens, or the config's `out` cannot be written.
     """
     if len(plans) < 2:
         raise ConfigError(f"{len(plans)} plans are given; a comparison needs two: repeat --plan")
+    steps_tokens = [plan.global_batch * plan.seq_len for plan in plans]
+    if len(set(steps_tokens)) > 1:
+        raise ConfigError(
+            f"the plans' steps are of {', '.join(map(str, steps_tokens))} tokens; compare plans "
+            "of one --seq-len and --global-batch"
+        )
     steps = WARM_UP_STEPS + OBSERVED_STEPS
     config = replace(config, steps=steps, checkpoint_every=None, resume=False)
     timeout = timedelta(seconds=config.timeout_seconds)
@@ -85,6 +93,7 @@ def _run(
     with init(plan, device=device, timeout=timeout, symmetric_memory=not slow_links) as context:
         if emulation is not None:
             emulation.delay_links(context)
+        check_writable(context, config)
         forecast = Forecast.of(plan, cluster, ModelSpec.load(config.model))
         training = Training(context, config)
         training.observer = Observer(context, forecast, config.steps, emulated=label)

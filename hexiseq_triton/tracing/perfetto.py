@@ -24,6 +24,7 @@ def write_trace(
     for rank, spans in enumerate(spans_of_rank):
         label = f" ({labels[rank]})" if labels and labels[rank] else ""
         events += _events(rank, f"rank {rank}{label}", spans, zero)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 

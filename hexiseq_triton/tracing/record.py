@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -19,7 +20,7 @@ from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.tracing.phases import Phases, predicted_phases
 
-VERSION = 1
+VERSION: Literal[1] = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class RecordedRun:
     predicted_step_seconds: float | None = None
     predicted_computing: tuple[float | None, ...] = ()
     predicted: tuple[Phases, ...] = field(default=())
-    version: int = VERSION
+    version: Literal[1] = VERSION
 
     @classmethod
     def of(

@@ -164,9 +164,8 @@ def _memory(fullest: tuple[int, int] | None, bar: str) -> str:
     figures = f"{used / 1e9:.1f}/{limit / 1e9:.1f}"
     if not bar:
         return figures
-    full, empty = bar
     filled = min(BAR_CELLS, round(BAR_CELLS * used / limit))
-    return f"{full * filled}{empty * (BAR_CELLS - filled)} {figures}"
+    return f"{bar[0] * filled}{bar[1] * (BAR_CELLS - filled)} {figures}"
 
 
 def baseline_table(plan: Plan) -> Table:

@@ -55,12 +55,13 @@ class Agreement:
         turn = self._turns.get(name, 0)
         self._turns[name] = turn + 1
         self._store.set(f"{name}/{turn}/{self._rank}", value)
+        if turn:  # its answer is known here, so the leader has read this
+            self._store.delete_key(f"{name}/{turn - 1}/{self._rank}")
         answer = f"{name}/{turn}/all"
         if self._rank == ranks[0]:
             self._store.set(answer, json.dumps(self._collected(f"{name}/{turn}", ranks)))
             if turn:  # all ranks are past the turn before
-                for key in (*map(str, ranks), "all"):
-                    self._store.delete_key(f"{name}/{turn - 1}/{key}")
+                self._store.delete_key(f"{name}/{turn - 1}/all")
         found = self._read(answer, self._timeout + _ANSWER_MARGIN)
         if found is None:
             missing = [ranks[0]]
@@ -74,16 +75,17 @@ class Agreement:
         return list(values)
 
     def _collected(self, prefix: str, ranks: Sequence[int]) -> list[str | None]:
-        values: list[str | None] = []
-        patience = self._timeout
-        for rank in ranks:
-            values.append(self._read(f"{prefix}/{rank}", patience))
-            if values[-1] is None:  # the others had the same time
-                patience = timedelta(milliseconds=100)
-        return values
+        keys = [f"{prefix}/{rank}" for rank in ranks]
+        if self._come(keys, self._timeout):  # two calls of the store, however many ranks there are
+            return [bytes(value).decode() for value in self._store.multi_get(keys)]
+        return [self._read(key, timedelta(0)) for key in keys]
 
     def _read(self, key: str, timeout: timedelta) -> str | None:
-        """Return what stands under a key; None if nothing does within the timeout.
+        """Return what stands under a key; None if nothing does within the timeout."""
+        return bytes(self._store.get(key)).decode() if self._come([key], timeout) else None
+
+    def _come(self, keys: list[str], timeout: timedelta) -> bool:
+        """Wait until something stands under every key; return whether it does within the timeout.
 
         Raises:
             PeerError: if a rank posts a fault before it does.
@@ -91,16 +93,16 @@ class Agreement:
         began = time.monotonic()
         pause = _FIRST_PAUSE
         # the store's own wait sees no fault, and logs two lines whenever its time is up
-        while not self._store.check([key]):
+        while not self._store.check(keys):
             waited = time.monotonic() - began
-            faulty = waited > _UNTROUBLED and key != _FAULT and self._store.check([_FAULT])
-            if faulty and not self._store.check([key]):  # what is known by now comes first
+            faulty = waited > _UNTROUBLED and keys != [_FAULT] and self._store.check([_FAULT])
+            if faulty and not self._store.check(keys):  # what is known by now comes first
                 raise PeerError(bytes(self._store.get(_FAULT)).decode())
             if waited >= timeout.total_seconds():
-                return None
+                return False
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return bytes(self._store.get(key)).decode()
+        return True
 
     def post_fault(self, message: str) -> None:
         """Tell the other ranks why this one stops; the first message stays."""

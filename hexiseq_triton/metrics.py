@@ -25,8 +25,8 @@ class Report:
     """Writes metrics to a file and to the screen; use as a context manager.
 
     Args:
-        path: the JSON-lines file. Lines of steps that are done again are dropped, and one that was
-            cut off when a run died.
+        path: the JSON-lines file. Lines of steps that are done again are dropped, and what is no
+            line of a step, as one that was cut off when a run died.
         start: steps done before.
         steps: steps in all.
         emulated: what every line says was emulated; "" for nothing.
@@ -34,8 +34,8 @@ class Report:
 
     def __init__(self, path: Path, *, start: int, steps: int, emulated: str = "") -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if start and path.exists() else []
-        kept = [line for line in lines if _is_done(line, start)]
+        text = path.read_text(encoding="utf-8", errors="replace") if start and path.exists() else ""
+        kept = [line for line in text.splitlines() if _is_done(line, start)]
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
         self._label = {"emulated": emulated} if emulated else {}
@@ -73,5 +73,5 @@ def _is_done(line: str, steps: int) -> bool:
     """Return whether a line is whole, and of one of the first `steps` steps."""
     try:
         return bool(json.loads(line)["step"] <= steps)
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return False

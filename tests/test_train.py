@@ -19,6 +19,7 @@ from pool import TIMEOUT, Pool, free_port
 from hexiseq_triton.context import init
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.launch import node_commands
+from hexiseq_triton.metrics import Report
 from hexiseq_triton.planner import Plan, Split
 from hexiseq_triton.single import SingleProcessTraining
 from hexiseq_triton.train import Training, model_config, train, whole_gradients
@@ -250,6 +251,14 @@ def test_a_run_that_is_over_is_left_as_it_is(pool: Pool, config: TrainingConfig)
 
     assert pool.run(trained, uneven_plan(), replace(begun, steps=1, resume=True)) == [[]] * 5
     assert Path(config.out, "metrics.jsonl").read_text("utf-8") == metrics
+
+
+def test_a_resumed_run_keeps_the_lines_of_its_steps_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n[]\n{"note": ""}\n{"step": 9}\n\xff\n{"st')
+    with Report(path, start=1, steps=3):
+        pass
+    assert path.read_text("utf-8") == '{"step": 1}\n'
 
 
 def warnings_of(rank: int, plan: Plan, config: TrainingConfig) -> list[str]:

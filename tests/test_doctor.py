@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from rich.console import Console
 
@@ -16,6 +20,7 @@ from hexiseq_triton.doctor.examine import Diagnosis, RankReport, diagnosed, exam
 from hexiseq_triton.doctor.kernels import KernelPath
 from hexiseq_triton.doctor.nccl import NcclLog, read_nccl_log
 
+PATIENCE = timedelta(seconds=3)
 WELL = RankReport(
     rank=0,
     host="a",
@@ -77,6 +82,32 @@ def test_what_must_be_fixed_is_named(change: dict[str, object], message: str) ->
     assert len(found.problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(found.problems[0])
+
+
+def with_a_cut_link(rank: int) -> tuple[set[int], float]:
+    """Worker: what ranks 0 and 1 send each other is lost; return the bad peers and the seconds."""
+    sent_and_received = dist.batch_isend_irecv
+
+    def cut(operations: list[dist.P2POp]) -> list[dist.Work]:
+        is_cut = {rank, operations[0].peer} == {0, 1}
+        return sent_and_received(operations[1:] if is_cut else operations)
+
+    began = time.monotonic()
+    with (
+        mock.patch("torch.distributed.batch_isend_irecv", cut),
+        mock.patch("hexiseq_triton.doctor.examine.SMOKE_TIMEOUT", PATIENCE),
+    ):
+        own = examine(torch.device("cpu")).reports[rank]
+    bad = {peer for peer, result in own.smoke.items() if not result.startswith("ok")}
+    return bad, time.monotonic() - began
+
+
+def test_a_link_that_is_cut_is_found_in_one_timeout(fresh_pool: Pool) -> None:
+    found = fresh_pool.run(with_a_cut_link)
+    assert 1 in found[0][0]
+    assert 0 in found[1][0]
+    assert all(len(bad) <= 1 for bad, _ in found)
+    assert max(seconds for _, seconds in found) < 2 * PATIENCE.total_seconds() + 5
 
 
 @pytest.mark.parametrize(

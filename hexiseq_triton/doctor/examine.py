@@ -66,8 +66,10 @@ def examine(device: torch.device) -> Diagnosis:
         The same on every rank.
     """
     rank = dist.get_rank()
-    log = Path(tempfile.mkdtemp()) / "nccl.log"
-    smoke = _smoke(device, log)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "nccl.log"
+        smoke = _smoke(device, log)
+        nccl = read_nccl_log(log)
     report = RankReport(
         rank=rank,
         host=socket.gethostname(),
@@ -77,7 +79,7 @@ def examine(device: torch.device) -> Diagnosis:
         peers=_peers(device),
         local_gpus=torch.cuda.device_count() if device.type == "cuda" else 0,
         kernels=kernel_path(device),
-        nccl=read_nccl_log(log),
+        nccl=nccl,
         smoke=smoke,
     )
     reports: list[Any] = [None] * dist.get_world_size()
@@ -174,11 +176,21 @@ def _smoke(device: torch.device, log: Path) -> dict[int, str]:
 
 
 def _exchanges(device: torch.device, group: dist.ProcessGroup) -> Iterator[tuple[int, str]]:
+    """Exchange with one peer after the other, up to the first with which that fails.
+
+    Who has waited for a peer is late for the next one: going on would spend a timeout on each.
+    """
     rank = dist.get_rank()
     for pairs in pair_rounds(dist.get_world_size()):
         peer = next((a + b - rank for a, b in pairs if rank in (a, b)), None)
-        if peer is not None:
-            yield peer, _exchanged(peer, device, group)
+        if peer is None:
+            continue
+        try:
+            result = _exchanged(peer, device, group)
+        except RuntimeError as error:
+            yield peer, _first_line(error)
+            return
+        yield peer, result
 
 
 def _exchanged(peer: int, device: torch.device, group: dist.ProcessGroup) -> str:
@@ -186,20 +198,17 @@ def _exchanged(peer: int, device: torch.device, group: dist.ProcessGroup) -> str
     out = torch.full((SMOKE_BYTES,), rank % 251, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
     seconds = 0.0
-    try:
-        for _ in range(2):  # the first one connects
-            into.fill_(255)
-            began = time.perf_counter()
-            operations = [
-                dist.P2POp(dist.isend, out, peer, group),
-                dist.P2POp(dist.irecv, into, peer, group),
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            wrong = int((into != peer % 251).sum())  # on CUDA waits for the device
-            seconds = time.perf_counter() - began
-    except RuntimeError as error:
-        return _first_line(error)
+    for _ in range(2):  # the first one connects
+        into.fill_(255)
+        began = time.perf_counter()
+        operations = [
+            dist.P2POp(dist.isend, out, peer, group),
+            dist.P2POp(dist.irecv, into, peer, group),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        wrong = int((into != peer % 251).sum())  # on CUDA waits for the device
+        seconds = time.perf_counter() - began
     return f"{wrong} of {SMOKE_BYTES} bytes arrived wrong" if wrong else f"ok {seconds * 1e3:.2f}"
 
 

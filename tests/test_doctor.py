@@ -84,12 +84,12 @@ def test_what_must_be_fixed_is_named(change: dict[str, object], message: str) ->
         raise AssertionError(found.problems[0])
 
 
-def with_a_cut_link(rank: int) -> tuple[set[int], float]:
-    """Worker: what ranks 0 and 1 send each other is lost; return the bad peers and the seconds."""
+def with_a_host_cut_off(rank: int) -> tuple[set[int], float]:
+    """Worker: nothing reaches rank 0 or comes from it; return the bad peers and the seconds."""
     sent_and_received = dist.batch_isend_irecv
 
     def cut(operations: list[dist.P2POp]) -> list[dist.Work]:
-        is_cut = {rank, operations[0].peer} == {0, 1}
+        is_cut = 0 in (rank, operations[0].peer)
         return sent_and_received(operations[1:] if is_cut else operations)
 
     began = time.monotonic()
@@ -102,10 +102,10 @@ def with_a_cut_link(rank: int) -> tuple[set[int], float]:
     return bad, time.monotonic() - began
 
 
-def test_a_link_that_is_cut_is_found_in_one_timeout(fresh_pool: Pool) -> None:
-    found = fresh_pool.run(with_a_cut_link)
-    assert 1 in found[0][0]
-    assert 0 in found[1][0]
+def test_a_host_that_is_cut_off_is_found_without_a_timeout_for_each_peer(fresh_pool: Pool) -> None:
+    found = fresh_pool.run(with_a_host_cut_off)
+    assert found[0][0]
+    assert any(0 in bad for bad, _ in found[1:])
     assert all(len(bad) <= 1 for bad, _ in found)
     assert max(seconds for _, seconds in found) < 2 * PATIENCE.total_seconds() + 5
 

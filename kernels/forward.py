@@ -72,7 +72,7 @@ def _attend(
     # [BLOCK_M, BLOCK_N]
     s = product(q, tl.trans(keys), UPCAST)
     if SOFTCAP:
-        s = cap * capped(s, cap_scale)
+        s = cap * capped(s, cap_scale, keys.dtype)
     if MASKED:
         offsets = tl.arange(0, BLOCK_N)
         positions = tl.where(offsets < num_rows, k_position + offsets, NOWHERE)

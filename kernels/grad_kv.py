@@ -63,7 +63,7 @@ def _add_queries(
     # [BLOCK_N, BLOCK_M]
     s = product(keys, tl.trans(queries), UPCAST)
     if SOFTCAP:
-        tanh = capped(s, cap_scale)
+        tanh = capped(s, cap_scale, keys.dtype)
         slope = 1.0 - tanh * tanh  # here, so that tanh does not outlive the product
         s = cap * tanh
     if MASKED:

@@ -50,7 +50,7 @@ def _add_keys(
     # [BLOCK_M, BLOCK_N]
     s = product(queries, tl.trans(keys), UPCAST)
     if SOFTCAP:
-        tanh = capped(s, cap_scale)
+        tanh = capped(s, cap_scale, keys.dtype)
         s = cap * tanh
     p = tl.exp2(s * scale - row_lse[:, None])
     if MASKED:

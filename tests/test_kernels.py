@@ -434,6 +434,11 @@ def test_a_negative_scale_is_named() -> None:
         attention_forward(q, q, q, q.float(), lse, segments, segments, HeadMap(0, 1), options)
 
 
+@pytest.mark.parametrize("softcap", [30.0, 1000.0, MAX_SOFTCAP])
+def test_a_large_softcap_costs_float32_no_accuracy(softcap: float) -> None:
+    assert_matches_dense(Case((90, 30), dtype=FP32, softcap=softcap, scale=1.0))
+
+
 def test_a_softcap_beyond_the_precision_of_tanh_is_named() -> None:
     assert_matches_dense(Case((70,), softcap=MAX_SOFTCAP))
     case = Case((70,), softcap=1e6)

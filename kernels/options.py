@@ -13,7 +13,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 """What the Triton kernels take."""
 MAX_SOFTCAP = 1e4
-"""The kernels' tanh errs by up to 1e-7, so a capped score by that times the cap."""
+"""With 16-bit inputs the kernels' tanh errs by up to 1e-7: a capped score by that times the cap."""
 
 
 class AttentionOptions(NamedTuple):

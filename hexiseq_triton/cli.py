@@ -36,7 +36,9 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except HexiSeqError as error:
+        except BrokenPipeError:  # who reads the output has seen enough
+            raise
+        except (HexiSeqError, OSError) as error:  # a full disk, or a folder that may not be written
             print(f"hexiseq: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
         except typer.Exit:

@@ -299,6 +299,12 @@ class Plan:
         """
         content = read_mapping(path)
         digest = content.pop("digest", None)
+        if "version" not in content:
+            raise ConfigError(
+                f"{path}: is no plan: it has no version, and begins with "
+                f"{', '.join(map(str, list(content)[:3])) or 'nothing'}; `hexiseq plan --out` "
+                "writes plans"
+            )
         if content.get("version") != PLAN_VERSION:
             raise ConfigError(
                 f"{path}: version is {content.get('version')!r}; this release reads plans of "

@@ -13,13 +13,12 @@ from hexiseq_triton.errors import InfeasibleError
 from hexiseq_triton.planner.balance import Dealing, balanced
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import evaluate
-from hexiseq_triton.planner.explain import check_made_for, workload_of
+from hexiseq_triton.planner.explain import check_made_for, memory_limit_share_of, workload_of
 from hexiseq_triton.planner.layouts import out_of_memory
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.moves import moved
 from hexiseq_triton.planner.plans import Plan, ReplicaPlan
 from hexiseq_triton.planner.problem import Layout, Problem, Replica
-from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.stages import Frame, Ranks, Splitter
 from hexiseq_triton.planner.write import written
 
@@ -33,7 +32,7 @@ def resplit(
     *,
     seq_len: int,
     documents: Sequence[int] | None = None,
-    memory_limit_share: float = MEMORY_LIMIT_SHARE,
+    memory_limit_share: float | None = None,
 ) -> Plan:
     """Return the plan with tokens and heads for sequences of another length.
 
@@ -43,7 +42,7 @@ def resplit(
         model: that the plan was made for.
         seq_len: tokens of one sequence.
         documents: lengths of the documents in a sequence; one document if left out.
-        memory_limit_share: how much of each GPU's memory may be used.
+        memory_limit_share: how much of each GPU's memory may be used; the plan's own if left out.
 
     Raises:
         ConfigError: if an argument is wrong.
@@ -52,6 +51,8 @@ def resplit(
     """
     check_made_for(plan, cluster, model)
     workload = workload_of(plan, documents, seq_len=seq_len)
+    if memory_limit_share is None:
+        memory_limit_share = memory_limit_share_of(plan, cluster)
     problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
     replicas = _resplit(Splitter(problem), plan)
     layout = Layout(plan.strategy, replicas, plan.accumulation, plan.exchange.arrangement)

@@ -59,6 +59,14 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     assert (result.stdout, result.stderr) == ("", "hexiseq: interrupted\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line() -> None:
+    result = hexiseq_plan("--out", "/dev/full")
+
+    assert result.exit_code == 2
+    assert result.stderr == "hexiseq: [Errno 28] No space left on device\n"
+
+
 def test_ascii_output_has_the_numbers_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["plan", "--cluster", str(TWO_AND_TWO), "--model", "tiny", "--seq-len", "4096"]
     written = io.BytesIO()

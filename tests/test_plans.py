@@ -46,6 +46,13 @@ def test_an_edited_plan_file_is_refused(tmp_path: Path) -> None:
         Plan.load(path)
 
 
+def test_a_file_of_something_else_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes: [{name: a, gpus: {H100-SXM: 8}}]\ninter_gb_per_s: 25\n")
+    with pytest.raises(ConfigError, match=r"is no plan: .* begins with nodes, inter_gb_per_s; "):
+        Plan.load(path)
+
+
 def test_a_file_of_another_version_is_refused_by_its_version(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(PLAN.to_json()) | {"version": 99}))

@@ -330,6 +330,17 @@ def test_a_resplit_plan_keeps_its_groups_and_holds_the_new_tokens() -> None:
     assert step_seconds(again) < step_seconds(first)
 
 
+def test_resplitting_keeps_to_the_plans_share_of_memory() -> None:
+    cluster, model = Cluster.load(SIXTEEN), ModelSpec.load("7b")
+    first = plan(cluster, model, seq_len=65536, memory_limit_share=0.6)
+    limits = {share.rank: share.memory_limit_bytes for share in first.shares}
+
+    again = resplit(first, cluster, model, seq_len=50001)
+    assert {share.rank: share.memory_limit_bytes for share in again.shares} == limits
+    more = resplit(first, cluster, model, seq_len=50001, memory_limit_share=0.9)
+    assert all(share.memory_limit_bytes > limits[share.rank] for share in more.shares)
+
+
 def test_resplitting_refuses_another_cluster_or_model_and_what_does_not_fit() -> None:
     cluster, model = Cluster.load(TWO_AND_TWO), ModelSpec.load("tiny")
     first = plan(cluster, model, seq_len=4096)

@@ -114,8 +114,8 @@ def hexiseq_attention(
             rope = as_rope(rope)
             rotation, style = rope.rotation(q), rope.style
         held = f"{'no ' if sink is None else ''}sink, reduce_dtype {reduce_dtype}"
-        context.agree_on_call(q.dtype, q.shape[-1], f"{options}, {style}, {held}")
-        context.agree_on_batch(layout)
+        context.calls.agree_on_options(q.dtype, q.shape[-1], f"{options}, {style}, {held}")
+        context.calls.agree_on_batch(layout)
     call = _Call(context, layout, options, deterministic, reduce_dtype)
     out: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sink, call, rotation

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hexiseq_triton.agreement import Agreement
+from hexiseq_triton.call_agreement import CallAgreement
 from hexiseq_triton.communicators import make_communicators
 from hexiseq_triton.devices import DeviceReport, describe_device, local_device, place
 from hexiseq_triton.environment import settle_environment, start_world
@@ -140,6 +141,7 @@ class ParallelContext:
         plan: the plan.
         rank: this process's rank in the plan.
         device: this process's device.
+        calls: what the ranks of a replica agree on before they attend.
         timeline: spans of this rank; off until `timeline.enabled = True`.
         sm_margin: multiprocessors that attention leaves to NCCL while keys are under way; 0 until
             it is set.
@@ -172,11 +174,10 @@ class ParallelContext:
         self._agreement = agreement
         self._owns_world = owns_world
         self._broken: str | None = None
-        self._call: tuple[torch.dtype, int] | None = None
-        self._agreed_options: set[str] = set()
-        self._agreed_layout: BatchLayout | None = None
-        self._batches = count()
         self._called: set[str] = set()
+        self.calls = CallAgreement(
+            self.rank, self.replica, self.replica_ranks, self.gather_in_replica
+        )
         made = make_communicators(plan, self.rank, self._world_ranks, device, timeout)
         self.world_group, self.routes, self.heads, self._groups = made
 
@@ -292,46 +293,6 @@ class ParallelContext:
     def gather(self, name: str, value: str) -> list[str]:
         """Return every rank's value for `name`, in the plan's order; the same list on all ranks."""
         return self._agreement.gather(name, list(self._world_ranks.values()), value)
-
-    def agree_on_call(self, dtype: torch.dtype, head_dim: int, options: str) -> None:
-        """Pin dtype and head dim at the first attention call; agree on each new set of options."""
-        if self.replica is None:
-            return
-        if self._call is not None and self._call != (dtype, head_dim):
-            raise InputError(
-                f"attention got {dtype} with head_dim {head_dim} on rank {self.rank}; this context "
-                f"began with {self._call[0]} and {self._call[1]}: use one context for each"
-            )
-        if options in self._agreed_options:
-            return
-        answers = self.gather_in_replica("call", f"{dtype}, head_dim {head_dim}, {options}")
-        if len(set(answers)) > 1:
-            lines = zip(self.replica_ranks, answers, strict=True)
-            held = "\n".join(f"  rank {rank}: {text}" for rank, text in lines)
-            raise InputError(f"ranks call attention differently\n{held}")
-        self._call = (dtype, head_dim)
-        self._agreed_options.add(options)
-
-    def agree_on_batch(self, layout: BatchLayout) -> None:
-        """Find ranks that attend over different batches, whenever this rank goes on to another.
-
-        Their transfers may well have the same sizes, and nothing else would tell.
-        """
-        if layout is self._agreed_layout or len(self.replica_ranks) == 1:
-            return
-        answers = self.gather_in_replica("batch", layout.name)
-        if len(set(answers)) > 1:
-            lines = zip(self.replica_ranks, answers, strict=True)
-            held = "\n".join(f"  rank {rank}: {name}" for rank, name in lines)
-            raise InputError(
-                f"the ranks of replica {self.replica} attend over different batches; call "
-                f"attention with the layout of the same batch on all of them\n{held}"
-            )
-        self._agreed_layout = layout
-
-    def next_batch(self) -> int:
-        """Return the number of the batch that this rank's replica shards next."""
-        return next(self._batches)
 
     def first_call(self, direction: str) -> AbstractContextManager[None]:
         """Return what explains the first forward or backward on a GPU if it takes long.

@@ -102,7 +102,7 @@ def shard(
     if idle:
         stream, lengths = {name: tensor[:0] for name, tensor in stream.items()}, []
 
-    layout = BatchLayout(context.plan, context.rank, lengths, context.next_batch())
+    layout = BatchLayout(context.plan, context.rank, lengths, context.calls.next_batch())
     if "labels" in stream:
         stream["labels"] = _shifted(stream["labels"], lengths)
     rows = _rows(layout.segments, lengths)

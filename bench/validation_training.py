@@ -18,8 +18,8 @@ from hexiseq_triton.rope import rope_tables
 from hexiseq_triton.timeline import Timeline
 from hexiseq_triton.tracing.layers import record_layers
 from hexiseq_triton.tracing.phases import LAYER, STEP
-from hexiseq_triton.train import apply_gradient, make_optimizer
 from hexiseq_triton.training_config import TrainingConfig
+from hexiseq_triton.training_parts import apply_gradient, make_optimizer
 
 Call = Callable[[], None]
 

@@ -30,8 +30,9 @@ from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Cluster, Plan, plan
 from hexiseq_triton.single import SingleProcessTraining
 from hexiseq_triton.tracing.perfetto import write_trace
-from hexiseq_triton.train import Training, make_corpus, whole_gradients
+from hexiseq_triton.train import Training, whole_gradients
 from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
+from hexiseq_triton.training_parts import make_corpus
 
 CLUSTER: dict[str, Any] = {
     "nodes": [

@@ -17,8 +17,13 @@ from hexiseq_triton.corpus import Pack, sequences_of
 from hexiseq_triton.llama import Attend, Llama, initialize
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.shard import IGNORED_LABEL
-from hexiseq_triton.train import apply_gradient, make_corpus, make_optimizer, model_config
 from hexiseq_triton.training_config import TrainingConfig
+from hexiseq_triton.training_parts import (
+    apply_gradient,
+    make_corpus,
+    make_optimizer,
+    model_config,
+)
 
 
 class SingleProcessTraining:

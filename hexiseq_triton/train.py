@@ -10,29 +10,24 @@ printed and written to `timeline.json` (docs/recorded-runs.md).
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hexiseq_triton import checkpoint
 from hexiseq_triton.context import ParallelContext, init
-from hexiseq_triton.corpus import VOCAB, Corpus, sequences_of
+from hexiseq_triton.corpus import sequences_of
 from hexiseq_triton.devices import local_device
 from hexiseq_triton.emulation.emulate import Emulation, emulated
 from hexiseq_triton.environment import settle_environment
-from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.llama import Llama, LlamaConfig, initialize
 from hexiseq_triton.metrics import Report, StepMetrics
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import Cluster, Plan
@@ -46,10 +41,16 @@ from hexiseq_triton.tracing.phases import STEP
 from hexiseq_triton.tracing.record import Forecast
 from hexiseq_triton.tracing.report import print_recorded, report_console
 from hexiseq_triton.training_config import TrainingConfig
+from hexiseq_triton.training_parts import (
+    agree_on_run,
+    apply_gradient,
+    make_corpus,
+    make_optimizer,
+    model_config,
+    sharded_model,
+)
 
 _log = logging.getLogger(__name__)
-_OF_A_NODE = {"out", "timeout_seconds"}
-"""Fields of a configuration in which ranks may differ."""
 
 
 def train(
@@ -130,14 +131,14 @@ class Training:
         with context.guard():  # a file may be missing on one node only
             shape = model_config(config, context.plan)
             self.corpus = make_corpus(config)
-            _agree_on_run(context, config, shape, self.corpus)
+            agree_on_run(context, config, shape, self.corpus)
         if context.rank == 0 and self.corpus.num_tokens < self._step_tokens:
             _log.warning(
                 "a step takes %d tokens, and the corpus has %d: each step repeats documents",
                 self._step_tokens,
                 self.corpus.num_tokens,
             )
-        self.model = _sharded(shape, context, config)
+        self.model = sharded_model(shape, context, config)
         record_layers(self.model, context.timeline)
         self.optimizer = make_optimizer(self.model, config)
         self.steps_done = 0
@@ -294,97 +295,3 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
         for name, parameter in training.model.named_parameters()
         if isinstance(parameter.grad, DTensor)
     }
-
-
-def model_config(config: TrainingConfig, plan: Plan) -> LlamaConfig:
-    """Return the decoder to train, checked against the plan and the corpus.
-
-    Raises:
-        ConfigError: naming what differs.
-    """
-    shape = LlamaConfig.from_spec(ModelSpec.load(config.model), rope_theta=config.rope_theta)
-    heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim or shape.head_dim)
-    if (shape.heads, shape.kv_heads, shape.head_dim) != heads:
-        raise ConfigError(
-            f"model {config.model} has {shape.heads} query heads, {shape.kv_heads} KV heads and "
-            f"head_dim {shape.head_dim}; the plan is for {heads[0]}, {heads[1]} and {heads[2]}"
-        )
-    if not plan.causal:
-        raise ConfigError("the plan is for full attention; a decoder needs one with causal: true")
-    if shape.vocab < VOCAB:
-        raise ConfigError(
-            f"model {config.model} has vocab {shape.vocab}; bytes as tokens need {VOCAB} or more"
-        )
-    return shape
-
-
-def _agree_on_run(
-    context: ParallelContext, config: TrainingConfig, shape: LlamaConfig, corpus: Corpus
-) -> None:
-    """Let all ranks raise the same error, or train the same model alike on the same documents.
-
-    Where files are, and how long to wait, is each node's own affair.
-    """
-    own = {name: x for name, x in asdict(config).items() if name not in _OF_A_NODE}
-    own |= {"model": asdict(shape), "corpus": corpus.digest}
-    answers = [json.loads(answer) for answer in context.gather("run", json.dumps(own))]
-    differ = [name for name in own if any(answer[name] != own[name] for answer in answers)]
-    if differ:
-        held = "\n".join(
-            f"  rank {rank}: " + ", ".join(f"{name} {answer[name]}" for name in differ)
-            for rank, answer in enumerate(answers)
-        )
-        raise ConfigError(
-            f"ranks train differently; give all the same training file, model and documents\n{held}"
-        )
-
-
-def make_corpus(config: TrainingConfig) -> Corpus:
-    """Return the corpus that the configuration names."""
-    options = config.corpus
-    return Corpus(
-        options.folder,
-        pattern=options.pattern,
-        max_document_tokens=options.max_document_tokens,
-        seed=config.seed,
-    )
-
-
-def _sharded(shape: LlamaConfig, context: ParallelContext, config: TrainingConfig) -> Llama:
-    """Return the initialised model, whose parameters exist as shards only."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype == "bf16" else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # rotary tables stay float32
-    )
-    recompute = config.recompute or context.plan.recompute or "full"
-    with torch.device("meta"):
-        model = Llama(shape, recompute=recompute == "full")
-    for block in model.blocks:
-        fully_shard(block, mesh=context.mesh, mp_policy=policy)
-    fully_shard(model, mesh=context.mesh, mp_policy=policy)
-    model.to_empty(device=context.device)
-    initialize(model, config.seed)
-    return model
-
-
-def make_optimizer(model: Llama, config: TrainingConfig) -> torch.optim.AdamW:
-    """Return AdamW; weight decay acts on matrices and not on norms."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-
-
-def apply_gradient(
-    model: Llama, optimizer: torch.optim.AdamW, config: TrainingConfig, step: int
-) -> None:
-    """Clip the gradient if asked to, take optimizer step number `step`, and drop the gradient."""
-    if config.max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr_at(step)
-    optimizer.step()
-    optimizer.zero_grad()

@@ -22,8 +22,9 @@ from hexiseq_triton.launch import node_commands
 from hexiseq_triton.metrics import Report
 from hexiseq_triton.planner import Plan, Split
 from hexiseq_triton.single import SingleProcessTraining
-from hexiseq_triton.train import Training, model_config, train, whole_gradients
+from hexiseq_triton.train import Training, train, whole_gradients
 from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
+from hexiseq_triton.training_parts import model_config
 
 MODEL = "{layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 48, vocab: 256}"
 UNEVEN = [Split((100, 0, 37), (2, 1, 1)), Split((119,), (4,))]

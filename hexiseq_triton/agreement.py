@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -20,6 +20,13 @@ _FAULT = "fault"
 _ANSWER_MARGIN = timedelta(seconds=5)  # followers outwait the leader, who knows who is missing
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between two looks at the store
 _UNTROUBLED = 1.0  # seconds of a wait in which faults don't count: most answers come by then
+
+
+def listed(ranks: Iterable[int], answers: Iterable[str]) -> str:
+    """Return what each rank answered, a line each, for an error that all of them raise."""
+    return "\n".join(
+        f"  rank {rank}: {answer}" for rank, answer in zip(ranks, answers, strict=True)
+    )
 
 
 class Agreement:

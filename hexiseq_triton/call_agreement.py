@@ -10,6 +10,7 @@ from itertools import count
 
 import torch
 
+from hexiseq_triton.agreement import listed
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.layout import BatchLayout
 
@@ -73,6 +74,4 @@ class CallAgreement:
     def _check_alike(self, name: str, value: str, problem: str) -> None:
         answers = self._gather(name, value)
         if len(set(answers)) > 1:
-            lines = zip(self._ranks, answers, strict=True)
-            held = "\n".join(f"  rank {rank}: {answer}" for rank, answer in lines)
-            raise InputError(f"{problem}\n{held}")
+            raise InputError(f"{problem}\n{listed(self._ranks, answers)}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hexiseq_triton.agreement import Agreement
+from hexiseq_triton.agreement import Agreement, listed
 from hexiseq_triton.call_agreement import CallAgreement
 from hexiseq_triton.communicators import make_communicators
 from hexiseq_triton.devices import DeviceReport, describe_device, local_device, place
@@ -122,7 +122,7 @@ def _agree_on_plan(
     if failed:
         raise PlanError("\n".join(f"rank {rank} {text}" for rank, text in failed.items()))
     if len(set(answers)) > 1:
-        held = "\n".join(f"  rank {rank}: {text[:17]}" for rank, text in enumerate(answers))
+        held = listed(world, (text[:17] for text in answers))
         raise PlanError(f"ranks hold different plans; give every rank the same file\n{held}")
     assert loaded is not None
     if loaded.world_size != len(world):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hexiseq_triton.agreement import listed
 from hexiseq_triton.errors import InputError, PeerError
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.segments import Segment
@@ -142,7 +143,9 @@ def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) 
     inner = f"{local.dtype} with inner shape {tuple(local.shape[1:])}"
     answers = context.gather_in_replica("unshard", f"{inner}, of {layout.total_tokens} rows")
     if len(set(answers)) > 1:
-        raise InputError(f"ranks unshard different tensors\n{_listed(context, answers)}")
+        raise InputError(
+            f"ranks unshard different tensors\n{listed(context.replica_ranks, answers)}"
+        )
     held = layout.segments_of_rank
     blocks = {
         rank: local.new_empty(sum(s.num_tokens for s in segments), *local.shape[1:])
@@ -244,21 +247,13 @@ def _agree(
     if len(set(sources)) > 1:
         raise InputError(
             f"the ranks of replica {context.replica} name different sources; pass the same "
-            f"source= on all of them\n{_listed(context, sources)}"
+            f"source= on all of them\n{listed(context.replica_ranks, sources)}"
         )
     if len(set(answers) - {_FOLLOWS}) > 1:
         raise InputError(
             f"the ranks of replica {context.replica} hold different batches; give them the same "
-            f"one, or use source=0\n{_listed(context, answers)}"
+            f"one, or use source=0\n{listed(context.replica_ranks, answers)}"
         )
-
-
-def _listed(context: ParallelContext, answers: Sequence[str]) -> str:
-    """Return what each rank of the replica answered, a line each."""
-    return "\n".join(
-        f"  rank {rank}: {answer}"
-        for rank, answer in zip(context.replica_ranks, answers, strict=True)
-    )
 
 
 def _fingerprint(stream: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> str:

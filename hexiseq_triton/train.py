@@ -33,13 +33,14 @@ from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import Cluster, Plan
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.profiling.world import profile_command
+from hexiseq_triton.reports.terminal import terminal
 from hexiseq_triton.run_folder import CHECKPOINTS, METRICS, TIMELINE, check_folder
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
 from hexiseq_triton.tracing.layers import record_layers
 from hexiseq_triton.tracing.observe import Observer, save_trace
 from hexiseq_triton.tracing.phases import STEP
 from hexiseq_triton.tracing.record import Forecast
-from hexiseq_triton.tracing.report import print_recorded, report_console
+from hexiseq_triton.tracing.report import print_recorded
 from hexiseq_triton.training_config import TrainingConfig
 from hexiseq_triton.training_parts import (
     agree_on_run,
@@ -220,7 +221,7 @@ class Training:
         run.save(Path(self.config.out) / TIMELINE)
         if trace is not None:
             save_trace(trace, run, spans)
-        print_recorded(run, report_console(), profile_command(run.world_size))
+        print_recorded(run, terminal(), profile_command(run.world_size))
 
     def step(self) -> StepMetrics:
         """Take one optimizer step."""

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from hexiseq_triton.agreement import listed
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.corpus import VOCAB, Corpus
 from hexiseq_triton.errors import ConfigError
@@ -54,12 +55,10 @@ def agree_on_run(
     answers = [json.loads(answer) for answer in context.gather("run", json.dumps(own))]
     differ = [name for name in own if any(answer[name] != own[name] for answer in answers)]
     if differ:
-        held = "\n".join(
-            f"  rank {rank}: " + ", ".join(f"{name} {answer[name]}" for name in differ)
-            for rank, answer in enumerate(answers)
-        )
+        held = [", ".join(f"{name} {answer[name]}" for name in differ) for answer in answers]
         raise ConfigError(
-            f"ranks train differently; give all the same training file, model and documents\n{held}"
+            "ranks train differently; give all the same training file, model and documents\n"
+            f"{listed(range(len(held)), held)}"
         )
 
 

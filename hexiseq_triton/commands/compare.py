@@ -31,10 +31,9 @@ def compare_command(
     check_started_by_torchrun("compare")
     from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.planner import Cluster, Plan
-    from hexiseq_triton.reports.terminal import print_table
+    from hexiseq_triton.reports.terminal import print_table, terminal
     from hexiseq_triton.tracing.compare import compare
     from hexiseq_triton.tracing.compare_report import comparison_table, order_lines
-    from hexiseq_triton.tracing.report import report_console
     from hexiseq_triton.training_config import TrainingConfig
 
     emulation = Emulation.parse(emulate_sms, emulate_memory_gb, emulate_link_gb_per_s)
@@ -50,7 +49,7 @@ def compare_command(
     names = [path.stem for path in plan]
     if len(set(names)) < len(names):
         names = [str(path) for path in plan]
-    console = report_console()
+    console = terminal()
     print_table(comparison_table(names, runs), console)
     for line in order_lines(names, runs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -39,9 +39,9 @@ def doctor_command() -> None:
 
 def print_diagnosis(found: Diagnosis, console: Console | None = None) -> None:
     """Print the table, then problems and remarks, a line each."""
-    from hexiseq_triton.tracing.report import report_console
+    from hexiseq_triton.reports.terminal import terminal
 
-    console = console or report_console()
+    console = console or terminal()
     console.print(ranks_table(found))
     held = ", ".join(f"{name} {held}" for name, held in found.reports[0].versions.items())
     console.print(f"rank 0 has {held}", markup=False, highlight=False, soft_wrap=True)

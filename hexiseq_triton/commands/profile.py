@@ -100,9 +100,9 @@ def _progress(total: int, *, shown: bool) -> Iterator[Step]:
 
 def _print(found: ClusterProfile, out: Path) -> None:
     from hexiseq_triton.profiling.cluster_file import measured_lines
-    from hexiseq_triton.tracing.report import report_console
+    from hexiseq_triton.reports.terminal import terminal
 
-    console = report_console()
+    console = terminal()
     console.print(rates_table(found))
     lines = [*found.lines, *_link_lines(found), *measured_lines(found)]
     for line in (*lines, f"measured in {found.seconds:.0f} s; written to {out}"):

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.terminal import print_table
 from hexiseq_triton.tracing.phases import COMMUNICATION, COMPUTING, PHASES
 from hexiseq_triton.tracing.record import RecordedRun
 
@@ -17,11 +17,6 @@ TOLERANCE = 0.15
 LEAST_SHARE = 0.02
 """A difference below this share of the step is not worth a warning."""
 RANKS_A_TABLE = 5
-
-
-def report_console() -> Console:
-    """Return a console for reports: of the terminal's width, and else wide enough for tables."""
-    return terminal()
 
 
 def print_recorded(run: RecordedRun, console: Console, profile_command: str) -> None:

@@ -148,6 +148,7 @@ def _consume(
     # read numbers ahead of a wait that hides the time it takes, where registers are left for them
     AHEAD: gl.constexpr = EARLY and not SOFTCAP and (AHEAD_AT_64 or not LATE)
     SCORES_AHEAD: gl.constexpr = AHEAD and not LATE  # at 64 it would cost 13%
+    PLACE_AHEAD: gl.constexpr = AHEAD and LATE
     SLOTS: gl.constexpr = STAGES + 1
     MY_DS: gl.constexpr = DS_FULL + W * SLOTS
     OTHER_DS: gl.constexpr = DS_FULL + (1 - W) * SLOTS
@@ -211,7 +212,7 @@ def _consume(
             if not LATE:
                 dv_next = warpgroup_mma(pb, grads.index(stage), dv_block, is_async=True)
             if FUSED:
-                if AHEAD and LATE:
+                if PLACE_AHEAD:
                     row, rows, column = _place_of(
                         old_slot, n > begin, counts, places, columns, FIRST_ROW, FIRST_COLUMN
                     )
@@ -237,7 +238,7 @@ def _consume(
                     dq = warpgroup_mma_wait(2, deps=(dq,))
                     _stage_grad_q(dq, staged, softmax_scale, EARLY)
                     fence_async_shared()
-                if not (AHEAD and LATE):
+                if not PLACE_AHEAD:
                     row, rows, column = _place_of(
                         old_slot, n > begin, counts, places, columns, FIRST_ROW, FIRST_COLUMN
                     )

@@ -187,6 +187,8 @@ def unshard_wrongly(rank: int) -> list[str]:
     for bad in (torch.zeros(3), torch.zeros(24, requires_grad=True)):
         with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
             batch = context.shard({"input_ids": IDS}, cu_seqlens=torch.tensor([0, 24]))
+            # the idle rank shards alone: what it is told below must not end the others' sharding
+            context.gather("all have sharded", "")
             try:
                 context.unshard(bad, batch.layout)
             except ValueError as error:

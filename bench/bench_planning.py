@@ -2,7 +2,8 @@
 
 `hx.plan` runs from parsed files to a validated plan, with all baselines, the bound and memory; the
 first, cold call (imports of the solver) is not counted. The layout bench deals a packed batch of
-long-tailed documents and orders its transfers: what a rank does on the CPU once a batch.
+long-tailed documents and orders its transfers, the tile map bench turns 1,000 documents into the
+kernels' blocks: what a rank does on the CPU once a batch.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from hexiseq_triton.kernels.tilemap import build_map
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split, plan
-from hexiseq_triton.segments import CAUSAL
+from hexiseq_triton.segments import CAUSAL, whole_documents
 
 CLUSTERS = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 
@@ -53,3 +55,14 @@ def bench_layout(benchmark: Any, num_groups: int) -> None:
 
     benchmark.extra_info["documents"] = len(lengths)
     benchmark.pedantic(lay_out, rounds=5, warmup_rounds=1)
+
+
+@pytest.mark.benchmark(group="tile map")
+@pytest.mark.parametrize("block", [64, 128])
+def bench_tile_map(benchmark: Any, block: int) -> None:
+    cuts = sorted(random.Random(0).sample(range(1, 131072), 999))
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, 131072], strict=True)]
+    segments = whole_documents(lengths)
+    benchmark.pedantic(
+        build_map, args=(segments, segments, CAUSAL, block, block), rounds=15, warmup_rounds=1
+    )

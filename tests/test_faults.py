@@ -319,13 +319,13 @@ def test_a_rank_that_fails_within_init_tells_the_others(fresh_pool: Pool) -> Non
 
 def one_has_another_device(rank: int) -> None:
     """Worker: rank 1 asks for what the package does not run on."""
-    init(THREE, device="xpu" if rank == 1 else "cpu", timeout=SHORT)
+    init(THREE, device="xpu" if rank == 1 else "cpu", timeout=TIMEOUT)
 
 
 def test_a_device_that_is_none_reaches_the_others(fresh_pool: Pool) -> None:
     began = time.monotonic()
     outcomes = fresh_pool.outcomes(one_has_another_device)
-    assert time.monotonic() - began < SHORT.total_seconds()
+    assert time.monotonic() - began < TIMEOUT.total_seconds() / 2  # nobody waited for it
     assert [outcome.kind for outcome in outcomes] == ["PeerError", "ConfigError", "PeerError"]
     assert "device is xpu; the package runs on cuda and cpu" in outcomes[0].error
 

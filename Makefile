@@ -34,7 +34,7 @@ test: install
 # On a regular, not editable, installation, which stands before the editable one: tests that between them use every
 # packaged folder, data file, command and compiled kernel.
 INSTALLED_COPY := $(abspath build/installed)
-INSTALLED_TESTS := $(patsubst %,tests/test_%.py,cli_plan compile gpus hopper launch ops pack readme resume schema simulator_outputs train tune)
+INSTALLED_TESTS := $(patsubst %,tests/test_%.py,cli_plan compile gpus hopper launch ops pack pack_groups readme resume schema simulator_outputs train tune)
 test-installed: install
 	rm -rf build
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target $(INSTALLED_COPY) .

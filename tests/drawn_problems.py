@@ -1,4 +1,4 @@
-"""Random clusters, problems and layouts for the planner's tests, from one seeded generator."""
+"""Clusters and problems for the planner's tests: the examples', and random ones from a seed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.planner.plans import ExchangePlan
+from hexiseq_triton.planner.plans import ExchangePlan, Plan
 from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
 from hexiseq_triton.planner.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "clusters"
+TWO_AND_TWO = EXAMPLES / "2-fast-2-slow.yaml"
+SIXTEEN = EXAMPLES / "8xh100-8xa100.yaml"
 
 
 def problem_for(
@@ -22,6 +24,11 @@ def problem_for(
     """Return a problem; `model` may be a preset's name."""
     model = ModelSpec.load(model) if isinstance(model, str) else model
     return Problem(cluster, model, Workload(**workload), exchange or ExchangePlan())
+
+
+def step_seconds(result: Plan) -> float:
+    assert result.predicted is not None
+    return result.predicted.step_seconds
 
 
 def drawn_cluster(rng: Random, most_nodes: int = 4) -> Cluster:

@@ -1,12 +1,15 @@
-"""Small invented clusters and layouts for tests of the cost model."""
+"""Small invented clusters, layouts and a problem for tests of the cost model."""
 
 from __future__ import annotations
 
+from drawn_problems import problem_for
+
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
-from hexiseq_triton.planner.problem import Group, Layout, Replica
+from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
 
 MODEL = ModelSpec(layers=1, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=100)
+SHAPE = ModelSpec(layers=2, hidden=512, heads=8, kv_heads=4, ffn=1024, vocab=1000)
 CARD = {
     "dense_tflops": 1,
     "memory_gb": 10,
@@ -28,6 +31,17 @@ def cluster_of_nodes(
     latency = {"intra_latency_us": 1e-9, "inter_latency_us": 1e-9}
     cards = {"card": CARD | card, "half": CARD | {"dense_tflops": 0.5} | card}
     return Cluster.from_mapping({"nodes": [node | latency], "gpus": cards})
+
+
+def mixed(seq_len: int = 1 << 15, network_gb_per_s: float = 2.0, **workload: int) -> Problem:
+    """Return two nodes of two whole and two half cards each, and a batch of 4."""
+    cluster = cluster_of_nodes(
+        ["card", "card", "half", "half"],
+        count=2,
+        intra_gb_per_s=20.0,
+        network_gb_per_s=network_gb_per_s,
+    )
+    return problem_for(cluster, SHAPE, seq_len=seq_len, **({"global_batch": 4} | workload))
 
 
 def one_replica(*groups: Group, arrangement: str = "balanced", passes: int = 8) -> Layout:

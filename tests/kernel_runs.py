@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 
 ON_CARD = torch.cuda.is_available()
@@ -35,6 +36,15 @@ BF16_INTERPRETED = 2.0
 ALIKE = {"rtol": 2e-3, "atol": 5e-4} if ON_CARD else {}
 """How close two runs come whose tiles differ: on the card these may be of different kernels, which
 round the half precision probabilities at different places."""
+
+MARKS = [
+    # the interpreter turns one-element arrays into scalars, and takes exp and log of empty rows
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    *([pytest.mark.gpu] if ON_CARD else []),
+]
+"""Of a module that runs the kernels: its `pytestmark`."""
 
 
 @dataclass(frozen=True)

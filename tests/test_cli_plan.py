@@ -10,15 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from drawn_problems import EXAMPLES
+from drawn_problems import TWO_AND_TWO
 from typer.testing import CliRunner, Result
 
 from hexiseq_triton.cli import app
 from hexiseq_triton.errors import PlanError
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.solve import STRATEGIES, plan
-
-TWO_AND_TWO = EXAMPLES / "2-fast-2-slow.yaml"
 
 
 def hexiseq_plan(

@@ -5,37 +5,21 @@ On a GPU the kernel is compiled, elsewhere it runs in Triton's interpreter.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 import torch
 from assertions import assert_as_close_as
+from pack_runs import DEVICE, FP32, INTERPRETED, MARKS, ROTATIONS, random, rotation_of
 
-from hexiseq_triton.group_slots import GroupSlots, Member, group_slots, members_of
+from hexiseq_triton.kernels import pack as kernel
 from hexiseq_triton.kernels import pack_reference as reference
 from hexiseq_triton.kernels.pieces import Piece, Pieces, Place
-from hexiseq_triton.kernels.rotation import Rotation, turn
-from hexiseq_triton.layout import BatchLayout
-from hexiseq_triton.planner import Plan, Split
+from hexiseq_triton.kernels.rotation import Rotation
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = DEVICE == "cpu"
-if INTERPRETED:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of Triton
-pytest.importorskip("triton")
-
-from hexiseq_triton.kernels import pack as kernel  # noqa: E402
-
-pytestmark = [
-    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
-    # the interpreter turns loop bounds into ints
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-]
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+pytestmark = MARKS
+BF16, FP16, FP64 = torch.bfloat16, torch.float16, torch.float64
 HEADS, KV_HEADS = 11, 3
 
 
@@ -62,11 +46,6 @@ def pieces_of(num_tokens: int) -> tuple[Pieces, int, int]:
         Piece(2, (9, 11), True, (Place(True, 5 + 3, 7),)),
     ]
     return Pieces(pieces), 29 * num_tokens, 5 + 7 * num_tokens
-
-
-def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def fused_qkv(num_tokens: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -106,23 +85,6 @@ def unpacked(
 def assert_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-ROTATIONS = {
-    "half-split": (False, 1.0),
-    "interleaved": (True, 1.0),
-    "half-split, partial": (False, 0.25),
-    "interleaved, partial": (True, 0.5),
-}
-
-
-def rotation_of(name: str, num_tokens: int, head_dim: int, dtype: torch.dtype = FP32) -> Rotation:
-    interleaved, share = ROTATIONS[name]
-    angles = random(num_tokens, max(1, int(head_dim * share / 2)), seed=1)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    if interleaved:  # as views of tables that hold each number twice
-        cos, sin = (table.repeat_interleave(2, dim=1)[:, ::2] for table in (cos, sin))
-    return Rotation(cos, sin, interleaved)
 
 
 # -------------------------------------------------------------------- the kernel
@@ -261,97 +223,3 @@ def test_unpack_is_the_gradient_of_pack(name: str) -> None:
     left = sum(float((a * b).nansum()) for a, b in zip(sent, y, strict=True))
     right = sum(float((a * b).sum()) for a, b in zip(x, back, strict=True))
     assert left == pytest.approx(right, rel=1e-12)
-
-
-# -------------------------------------------------------------------- a whole group
-
-
-UNEVEN = {
-    "cut KV groups, a rank without tokens": [Split((20, 0, 13, 7), (5, 2, 6, 1))],
-    "two groups with other cuts": [Split((20, 9), (5, 9)), Split((3, 4, 4), (7, 1, 6))],
-    "a group of one": [Split((29,), (14,)), Split((6, 5), (3, 11))],
-}
-
-
-class Rank(NamedTuple):
-    """One rank of a group, and its buffers."""
-
-    member: Member
-    slots: GroupSlots
-    away: torch.Tensor
-    own: torch.Tensor
-
-    @property
-    def rows(self) -> slice:
-        return slice(*self.member.rows)
-
-    def held(self, num_tokens: int) -> list[torch.Tensor]:
-        """Return the rank's KV intervals, then its queries, each [L_g, n, D]."""
-        ranges = (*self.slots.kv_own.values(), self.slots.q_own)
-        return [
-            self.own[start:stop].view(num_tokens, (stop - start) // num_tokens, -1)
-            for start, stop in ranges
-        ]
-
-
-def messages(group: list[Rank], num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the blocks of every `away` buffer with the rows that mirror them in another's `own`."""
-    for near in group:
-        for far in group:
-            blocks = [
-                near.away[slice(*block.slots)]
-                for block in (*near.slots.kv_away, *near.slots.q_away)
-                if block.rank == far.member.rank
-            ]
-            rows = [x[near.rows].flatten(0, 1) for x in far.held(num_tokens)] if blocks else []
-            yield from zip(blocks, rows, strict=True)
-
-
-@pytest.mark.parametrize("name", UNEVEN)
-@pytest.mark.parametrize("movers", [kernel, reference], ids=["kernel", "definition"])
-def test_a_group_trades_tokens_for_heads_and_back(movers: ModuleType, name: str) -> None:
-    plan = Plan.from_splits(UNEVEN[name], num_kv_heads=2)
-    members = members_of(BatchLayout(plan, 0, (40,)))
-    total = members[-1].rows[1]
-    k, v, q = (random(total, heads, 8, seed=heads) for heads in (2, 2, 14))
-    rotation = rotation_of("half-split", total, 8)
-    group = []
-    for member in members:
-        slots = group_slots(members, member.rank, kv=True, q=True)
-        buffers = (random(slots.num_away, 8), random(slots.num_own, 8))
-        group.append(Rank(member, slots, *buffers))
-
-    for rank in group:
-        tensors = [x[rank.rows] for x in (k, v, q)]
-        movers.pack(tensors, rank.away, rank.own, rank.slots.pieces, rows_of(rotation, rank))
-    for block, rows in messages(group, total):
-        rows.copy_(block)
-    for rank in group:
-        *kv, queries = rank.held(total)
-        assert_near(queries, turn(q, rotation)[:, slice(*rank.member.q_heads)])
-        for heads, both in zip(rank.slots.kv_own, kv, strict=True):
-            keys, values = both.chunk(2, dim=1)
-            assert_near(keys, turn(k, rotation)[:, slice(*heads)])
-            assert torch.equal(values, v[:, slice(*heads)])
-
-    for block, rows in messages(group, total):
-        block.copy_(rows)
-    replicas = torch.tensor([sum(held(m, head) for m in members) for head in range(2)])
-    times = replicas[:, None].to(DEVICE)
-    for rank in group:
-        found = [torch.full_like(x[rank.rows], torch.nan) for x in (k, v, q)]
-        movers.unpack(rank.away, rank.own, found, rank.slots.pieces, rows_of(rotation, rank))
-        for x, expected in zip(found, (k * times, v * times, q), strict=True):
-            assert_near(x, expected[rank.rows])
-
-
-def held(member: Member, head: int) -> bool:
-    return any(start <= head < stop for start, stop in member.kv_intervals)
-
-
-def rows_of(rotation: Rotation, rank: Rank) -> Rotation:
-    return rotation._replace(cos=rotation.cos[rank.rows], sin=rotation.sin[rank.rows])
-
-
-def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)

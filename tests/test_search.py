@@ -9,32 +9,18 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from drawn_problems import EXAMPLES, drawn_cluster, drawn_problem, problem_for
+from drawn_problems import SIXTEEN, TWO_AND_TWO, drawn_cluster, problem_for, step_seconds
 
-from hexiseq_triton.errors import ConfigError, InfeasibleError, PlanError
+from hexiseq_triton.errors import ConfigError, InfeasibleError
 from hexiseq_triton.planner.capacity import longest_seq_len
 from hexiseq_triton.planner.clusters import Cluster
-from hexiseq_triton.planner.compositions import composed
-from hexiseq_triton.planner.estimate import Estimator
-from hexiseq_triton.planner.groupings import groupings
 from hexiseq_triton.planner.layouts import BASELINES
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan, Plan
-from hexiseq_triton.planner.replicas import allotments
-from hexiseq_triton.planner.resplitting import resplit
-from hexiseq_triton.planner.search import Options, Search
 from hexiseq_triton.planner.simulator import simulate_plan
 from hexiseq_triton.planner.solve import max_seq_len, plan
-from hexiseq_triton.planner.stages import Splitter
 
 MODEL = ModelSpec(layers=4, hidden=1024, heads=12, kv_heads=6, head_dim=64, ffn=4096, vocab=1000)
-TWO_AND_TWO = EXAMPLES / "2-fast-2-slow.yaml"
-SIXTEEN = EXAMPLES / "8xh100-8xa100.yaml"
-
-
-def step_seconds(result: Plan) -> float:
-    assert result.predicted is not None
-    return result.predicted.step_seconds
 
 
 # -------------------------------------------------------------------- every plan
@@ -107,6 +93,15 @@ def test_a_plan_file_loads_as_the_same_plan(tmp_path: Path) -> None:
     result.save(tmp_path / "plan.json")
 
     assert Plan.load(tmp_path / "plan.json").digest == result.digest
+
+
+@pytest.mark.parametrize("strategy", ["descent_proportional", "descent_sqrt"])
+def test_the_search_beats_coordinate_descent(strategy: str) -> None:
+    ours, theirs = (
+        plan(SIXTEEN, "7b", seq_len=65536, strategy=name) for name in ("hexiseq", strategy)
+    )
+    assert theirs.strategy == strategy
+    assert step_seconds(ours) < step_seconds(theirs)
 
 
 # -------------------------------------------------------------------- what is said
@@ -233,137 +228,3 @@ def test_planning_imports_no_torch_and_no_solver_before_it_is_needed(tmp_path: P
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout
 
     assert printed.strip() == b"[]"
-
-
-# -------------------------------------------------------------------- the stages
-
-
-def test_slow_gpus_join_in_groups_as_fast_as_a_fast_one() -> None:
-    found = groupings([(0, 1), (2, 3, 4, 5, 6, 7)], [3.0] * 2 + [1.0] * 6, [0] * 2 + [1] * 6, 32)
-
-    assert found[((0,), (1,), (2, 3, 4), (5, 6, 7))].endswith("as fast as 1")
-    assert ((0, 1), (2, 3, 4, 5, 6, 7)) in found  # as fast as two, and one group a node
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_every_grouping_holds_every_rank_once(seed: int) -> None:
-    problem = drawn_problem(Random(seed))
-    splitter, world = Splitter(problem), problem.cluster.world_size
-    nodes = tuple(problem.cluster.ranks_by_node.values())
-
-    found = groupings(nodes, splitter.alone, splitter.kind, problem.model.heads)
-    assert len(found) >= min(world, 4) - 1
-    for grouping in found:
-        assert sorted(rank for group in grouping for rank in group) == list(range(world))
-        assert world <= 5 or max(map(len, grouping)) <= problem.model.heads
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_allotments_give_no_rank_twice_and_every_sequence_once(seed: int) -> None:
-    problem = drawn_problem(Random(seed))
-
-    found = allotments(problem, Splitter(problem))
-    assert found
-    for allotment in found:
-        ranks = [rank for pool in allotment.pools for rank in pool.ranks]
-        assert len(ranks) == len(set(ranks)) <= problem.cluster.world_size
-        sequences = sum(pool.sequences for pool in allotment.pools)
-        assert sequences * allotment.accumulation == problem.workload.global_batch
-
-
-def test_no_layout_of_an_allotment_is_faster_than_its_bound() -> None:
-    problem = problem_for(Cluster.load(SIXTEEN), "7b", seq_len=131072)
-    search = Search(problem)
-    for allotment in allotments(problem, search.splitter)[:20]:
-        assert search._first(allotment).step_seconds >= allotment.seconds
-
-
-def test_the_program_composes_groups_that_finish_in_time_by_the_estimate() -> None:
-    problem = problem_for(Cluster.load(EXAMPLES / "128-gpus-4-models.yaml"), "7b", seq_len=131072)
-    estimator = Estimator(Splitter(problem))
-    nodes = tuple(problem.cluster.ranks_by_node.values())[::4]
-    ranks = [rank for node in nodes for rank in node]
-    alone = tuple((rank,) for rank in ranks)
-    known, _ = estimator.estimated(alone, 131072, "balanced")
-
-    found = composed(estimator, nodes, 131072, known)
-    assert found
-    for chosen in found:
-        assert sorted(rank for group in chosen for rank in group) == sorted(ranks)
-        assert len({len(group) for group in chosen}) > 1 or len(chosen) < len(ranks)
-    assert estimator.estimated(found[-1], 131072, "balanced")[0] < known
-    assert composed(estimator, nodes, 131072, known / 100) == []
-
-
-@pytest.mark.parametrize("stage", ["compositions", "replicas", "across_nodes", "moves"])
-def test_leaving_a_stage_out_gives_no_better_layout(stage: str) -> None:
-    problem = problem_for(Cluster.load(SIXTEEN), "7b", seq_len=32768)
-
-    less = Search(problem, Options(**{stage: False})).best()
-    assert less.fits
-    assert Search(problem).best().step_seconds <= less.step_seconds * 1.001
-
-
-@pytest.mark.parametrize("strategy", ["descent_proportional", "descent_sqrt"])
-def test_the_search_beats_coordinate_descent(strategy: str) -> None:
-    ours, theirs = (
-        plan(SIXTEEN, "7b", seq_len=65536, strategy=name) for name in ("hexiseq", strategy)
-    )
-    assert theirs.strategy == strategy
-    assert step_seconds(ours) < step_seconds(theirs)
-
-
-# -------------------------------------------------------------------- another batch
-
-
-def test_a_resplit_plan_keeps_its_groups_and_holds_the_new_tokens() -> None:
-    cluster, model = Cluster.load(SIXTEEN), ModelSpec.load("7b")
-    first = plan(cluster, model, seq_len=131072)
-    again = resplit(first, cluster, model, seq_len=50001)
-
-    assert again.seq_len == 50001
-    for old, new in zip(first.replicas, again.replicas, strict=True):
-        assert [[s.rank for s in g.ranks] for g in old.groups] == [
-            [s.rank for s in g.ranks] for g in new.groups
-        ]
-        assert new.tokens == new.sequences * 50001
-    assert step_seconds(again) < step_seconds(first)
-
-
-def test_resplitting_keeps_to_the_plans_share_of_memory() -> None:
-    cluster, model = Cluster.load(SIXTEEN), ModelSpec.load("7b")
-    first = plan(cluster, model, seq_len=65536, memory_limit_share=0.6)
-    limits = {share.rank: share.memory_limit_bytes for share in first.shares}
-
-    again = resplit(first, cluster, model, seq_len=50001)
-    assert {share.rank: share.memory_limit_bytes for share in again.shares} == limits
-    more = resplit(first, cluster, model, seq_len=50001, memory_limit_share=0.9)
-    assert all(share.memory_limit_bytes > limits[share.rank] for share in more.shares)
-
-
-def test_resplitting_refuses_another_cluster_or_model_and_what_does_not_fit() -> None:
-    cluster, model = Cluster.load(TWO_AND_TWO), ModelSpec.load("tiny")
-    first = plan(cluster, model, seq_len=4096)
-
-    with pytest.raises(PlanError, match="the plan is for 4 ranks and was given 16"):
-        resplit(first, Cluster.load(SIXTEEN), model, seq_len=5000)
-    with pytest.raises(PlanError, match="made for another model"):
-        resplit(first, cluster, replace(model, layers=5), seq_len=5000)
-    with pytest.raises(InfeasibleError, match="seq_len 1000000000 does not fit: out of memory"):
-        resplit(first, cluster, model, seq_len=10**9)
-
-
-def test_resplitting_for_the_same_batch_is_about_as_good_as_the_plan() -> None:
-    cluster, model = Cluster.load(SIXTEEN), ModelSpec.load("7b")
-    first = plan(cluster, model, seq_len=131072)
-
-    same = resplit(first, cluster, model, seq_len=131072)
-    assert step_seconds(same) == pytest.approx(step_seconds(first), rel=0.01)
-
-
-def test_a_batch_of_documents_is_resplit_by_their_real_work() -> None:
-    cluster, model = Cluster.load(TWO_AND_TWO), ModelSpec.load("tiny")
-    first = plan(cluster, model, seq_len=4096)
-
-    packed = resplit(first, cluster, model, seq_len=4096, documents=(2000, 1000, 1096))
-    assert step_seconds(packed) < step_seconds(first)

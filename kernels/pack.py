@@ -12,19 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from hexiseq_triton.kernels.forms import Form, forms
-from hexiseq_triton.kernels.options import DTYPES, MAX_HEAD_DIM
+from hexiseq_triton.kernels.pack_checks import (
+    MOST_TENSORS,
+    Turned,
+    check_buffer,
+    check_rotation,
+    check_tensors,
+)
 from hexiseq_triton.kernels.pieces import CHUNK_FIELDS, PLACE_FIELDS, Pieces
 from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
 from hexiseq_triton.kernels.rotation import Rotation
 
-MOST_TENSORS = 3
 NUM_TENSORS = MOST_TENSORS + 6  # and away, own, cos, sin, chunks, places
 # of 14 choices the one whose worst case is best in bench_pack on an H100
 BLOCK_BYTES = 16384  # of one head that a program holds at once, over its rows
@@ -214,7 +218,7 @@ def _launch(
     *,
     unpacks: bool,
 ) -> None:
-    turned = None if rotation is None else _Turned.of(rotation)
+    turned = None if rotation is None else Turned.of(rotation)
     keys = tuple(forms(tensors)), *forms((away, own))
     launch = _prepare(*keys, pieces, turned, unpacks)
     if launch is not None:
@@ -223,36 +227,23 @@ def _launch(
         launch(*tensors, *padding, away, own, *angles, *pieces.tables(away.device))
 
 
-class _Turned(NamedTuple):
-    """The form of a rotation."""
-
-    cos: Form
-    sin: Form
-    interleaved: bool
-
-    @classmethod
-    def of(cls, rotation: Rotation) -> _Turned:
-        cos, sin = forms((rotation.cos, rotation.sin))
-        return cls(cos, sin, rotation.interleaved)
-
-
 @lru_cache(maxsize=MOST_PREPARED)
 def _prepare(
     tensors: tuple[Form, ...],
     away: Form,
     own: Form,
     pieces: Pieces,
-    turned: _Turned | None,
+    turned: Turned | None,
     unpacks: bool,
 ) -> Prepared | None:
     """Check everything and return the launch; None where there is nothing to do."""
-    _check_tensors(tensors, pieces)
+    check_tensors(tensors, pieces)
     num_tokens, _, head_dim = tensors[0].shape
     buffers = (("away", away), ("own", own))
     for (name, buffer), slots in zip(buffers, pieces.num_slots(num_tokens), strict=True):
-        _check_buffer(name, buffer, slots, away.dtype, tensors[0])
+        check_buffer(name, buffer, slots, away.dtype, tensors[0])
     if turned is not None:
-        _check_rotation(turned, tensors[0])
+        check_rotation(turned, tensors[0])
     num_chunks = len(pieces.tables(away.device).chunks)
     if not num_tokens or not num_chunks:
         return None
@@ -282,68 +273,3 @@ def _prepare(
     }
     grid = (triton.cdiv(num_tokens, rows) * num_chunks,)
     return Prepared(_move_kernel, grid, scalars, constants, blocks=[None] * NUM_TENSORS)
-
-
-def _check_tensors(tensors: Sequence[Form], pieces: Pieces) -> None:
-    num_heads = pieces.num_heads
-    least = 1 + max(num_heads, default=0)
-    if not least <= len(tensors) <= MOST_TENSORS:
-        raise ValueError(f"got {len(tensors)} tensors; expected {least} to {MOST_TENSORS}")
-    like = tensors[0]
-    for i, x in enumerate(tensors):
-        if len(x.shape) != 3:
-            raise ValueError(f"tensor {i} has shape {tuple(x.shape)}; expected [T, H, D]")
-        if x.shape[1] < num_heads.get(i, 0):
-            raise ValueError(f"tensor {i} has {x.shape[1]} heads; its pieces {num_heads[i]}")
-        _check_dtype(f"tensor {i}", x.dtype)
-        if (x.shape[0], x.shape[2]) != (like.shape[0], like.shape[2]):
-            raise ValueError(
-                f"tensor {i} has shape {tuple(x.shape)}, tensor 0 {tuple(like.shape)}; "
-                "tokens and head dimension must agree"
-            )
-        if x.dtype != like.dtype or x.device != like.device:
-            raise ValueError(
-                f"tensor {i} is {x.dtype} on {x.device}, tensor 0 {like.dtype} on {like.device}"
-            )
-        if x.num_elements and x.strides[2] != 1:
-            raise ValueError(f"tensor {i} has last stride {x.strides[2]}; it must be 1")
-    if like.shape[2] % 8 or not 0 < like.shape[2] <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"head dimension {like.shape[2]} is not supported; multiples of 8 up to {MAX_HEAD_DIM}"
-        )
-
-
-def _check_buffer(name: str, buffer: Form, slots: int, dtype: torch.dtype, like: Form) -> None:
-    _check_dtype(name, buffer.dtype)
-    d = like.shape[2]
-    if len(buffer.shape) != 2 or buffer.shape[1] != d or not buffer.is_contiguous:
-        raise ValueError(
-            f"{name} has shape {tuple(buffer.shape)} and strides {buffer.strides}; "
-            f"expected [slots, {d}], contiguous"
-        )
-    if buffer.shape[0] < slots:
-        raise ValueError(f"{name} has {buffer.shape[0]} slots; its pieces need {slots}")
-    if buffer.dtype != dtype or buffer.device != like.device:
-        raise ValueError(
-            f"{name} is {buffer.dtype} on {buffer.device}; expected {dtype} on {like.device}"
-        )
-
-
-def _check_rotation(turned: _Turned, like: Form) -> None:
-    for name, table in (("cos", turned.cos), ("sin", turned.sin)):
-        _check_dtype(name, table.dtype)
-        same = table.shape == turned.cos.shape and table.shape[0] == like.shape[0]
-        if len(table.shape) != 2 or not same:
-            raise ValueError(
-                f"{name} has shape {tuple(table.shape)}; expected [{like.shape[0]}, R / 2]"
-            )
-        if table.device != like.device:
-            raise ValueError(f"{name} is on {table.device}, the tensors on {like.device}")
-    num_turned = 2 * turned.cos.shape[1]
-    if num_turned > like.shape[2]:
-        raise ValueError(f"{num_turned} dimensions turn; the head dimension is {like.shape[2]}")
-
-
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} is {dtype}; the kernel takes {', '.join(map(str, DTYPES))}")

@@ -23,7 +23,7 @@ from small_models import (
 )
 
 from hexiseq_triton.context import init
-from hexiseq_triton.errors import InputError, PeerError
+from hexiseq_triton.errors import HexiSeqError, InputError, PeerError
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -152,7 +152,7 @@ def refused_model(rank: int, name: str | None) -> str:
             logits = model(**batch.inputs).logits
             if context.replica is not None or not batch._calls.attended:
                 batch.token_mean(logits, grad_average=1)
-        except InputError as error:
+        except HexiSeqError as error:  # or what the idle rank, which waits for nobody, says of it
             return str(error)
     return "accepted"
 
@@ -177,7 +177,7 @@ def misfit(rank: int, extra: dict[str, Any], dropped: str) -> str:
     with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
         try:
             return str(hf.shard(context, batch).num_label_tokens)
-        except InputError as error:
+        except HexiSeqError as error:  # as above
             return str(error)
 
 

@@ -20,7 +20,7 @@ from pool import TIMEOUT, Pool
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.batches import Batch, Round
 from hexiseq_triton.context import init
-from hexiseq_triton.errors import InputError
+from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.exchange import Returns
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.module import HexiSeqAttention
@@ -194,7 +194,7 @@ def arguments_that_do_not_fit(rank: int, plan: Plan) -> str:
     with init(plan, timeout=TIMEOUT) as context:
         batch = context.shard(random_qkv(plan, 255, 4, seed=0), cu_seqlens=torch.tensor([0, 255]))
         q, k, v = (batch[name] for name in "qkv")
-        with pytest.raises(InputError) as raised:
+        with pytest.raises(HexiSeqError) as raised:  # maybe what an idle rank says of it
             hexiseq_attention(q, k, v, context, batch.layout, learnable_sink=torch.ones(5))
         return str(raised.value)
 

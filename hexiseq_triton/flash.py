@@ -4,8 +4,8 @@ What is the same: causal masks and windows are aligned at the bottom right (the 
 document stands at its last key), window bounds are inclusive, -1 is unbounded, query head h reads
 KV head h // (H / H_kv), and a query that sees no key gives 0. What is not supported raises.
 
-What differs: lse may be differentiated; cu_seqlens may be on the CPU, which saves reading them from
-the GPU; `None` in a window is -1; `learnable_sink` is there, under flash-attention 4's name.
+What differs: lse may be differentiated; cu_seqlens may be on the CPU, which saves waiting for the
+GPU; `None` in a window is -1; `learnable_sink` is there, under flash-attention 4's name.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def flash_attn_varlen_func(
 ) -> Attended:
     """Attend over packed documents, each for itself. Differentiable, and torch.compile takes it.
 
-    The host needs the document lengths. Reading cu_seqlens from a GPU waits for the GPU, once for
-    each tensor: keep one tensor for all layers, change it only by PyTorch operations, or pass CPU
-    tensors and nothing waits.
+    The host needs the document lengths. Each call with cu_seqlens on a GPU waits for that GPU to
+    copy them, its backward does not; with cu_seqlens on the CPU, `.cpu()` once a batch, nothing
+    waits.
 
     Args:
         q: queries, [T, H, D] bf16, fp16 or fp32, any strides.
@@ -90,7 +90,9 @@ def flash_attn_varlen_func(
     check_sink(learnable_sink, q.shape[1], q.device)
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
-    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    on_host = cu_seqlens_q.cpu()  # here, where torch.compile makes one copy for all layers
+    also = on_host if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.cpu()
+    documents = (on_host, also, max_seqlen_q, max_seqlen_k)
     out, lse = _attend(
         q, k, v, learnable_sink, documents,
         softmax_scale, causal, window_size, softcap, deterministic,

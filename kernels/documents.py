@@ -9,45 +9,14 @@ the shorter one begins at the position by which it is shorter, the longer one at
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from functools import lru_cache
 from itertools import pairwise
-
-import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.segments import Segment
 
 Offsets = tuple[int, ...]
 Segments = tuple[Segment, ...]
-
-_read: MutableMapping[torch.Tensor, tuple[tuple[int, int], Offsets]] = WeakIdKeyDictionary()
-
-
-def read_offsets(cu_seqlens: torch.Tensor) -> Offsets:
-    """Return the numbers in `cu_seqlens`.
-
-    Reading a GPU tensor waits for the GPU, so what was read is kept until the tensor is freed or
-    changed by a PyTorch operation. A CPU tensor is read each time: it costs nothing.
-    """
-    # inference tensors count no changes
-    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
-        return tuple(cu_seqlens.tolist())
-    return remembered_offsets(cu_seqlens)
-
-
-def remembered_offsets(cu_seqlens: torch.Tensor) -> Offsets:
-    """Return the numbers in `cu_seqlens`, read anew only if they may have changed.
-
-    The key is the tensor object: another tensor may reuse the address, and starts at version 0.
-    """
-    state = (cu_seqlens._version, cu_seqlens.data_ptr())
-    known = _read.get(cu_seqlens)
-    if known is None or known[0] != state:
-        known = state, tuple(cu_seqlens.tolist())
-        _read[cu_seqlens] = known
-    return known[1]
 
 
 def check_offsets(name: str, offsets: Offsets, num_tokens: int, max_seqlen: int | None) -> None:

@@ -7,7 +7,9 @@ The documents come as cu_seqlens *tensors*, and the operators read them inside. 
 then holds one opaque node whose output shapes follow from q and k alone: no graph break where the
 numbers are needed on the host, no recompilation for other document lengths. With a list of numbers
 as the argument, the caller would have to read the tensor, and torch.compile would stop there.
-Also for the sake of the compiler, the largest lengths are checked inside.
+Also for the sake of the compiler, the largest lengths are checked inside. Each call reads them
+anew: collectives, CUDA graphs, kernels and Inductor, which uses a buffer again for other documents,
+change a tensor without a trace. From a GPU that waits; `flash` copies them to the CPU before.
 
 What an operator returns is allocated by one function, for real and for fake tensors: contiguous,
 whatever the strides of the inputs. So the compiler's idea of the strides cannot differ from theirs.
@@ -29,10 +31,10 @@ import torch
 
 from hexiseq_triton.kernels.attention import attention_backward, attention_forward, row_dots
 from hexiseq_triton.kernels.documents import (
+    Offsets,
     Segments,
     aligned_segments,
     check_offsets,
-    read_offsets,
 )
 from hexiseq_triton.kernels.options import (
     AttentionOptions,
@@ -90,9 +92,10 @@ def packed_forward(
     Raises:
         InputError: if cu_seqlens don't fit the tensors.
     """
-    check_offsets("q", read_offsets(cu_seqlens_q), q.shape[0], max_seqlen_q)
-    check_offsets("k", read_offsets(cu_seqlens_k), k.shape[0], max_seqlen_k)
-    call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
+    offsets = _read(cu_seqlens_q), _read(cu_seqlens_k)
+    check_offsets("q", offsets[0], q.shape[0], max_seqlen_q)
+    check_offsets("k", offsets[1], k.shape[0], max_seqlen_k)
+    call = _call(q, k, *offsets, left, right, softmax_scale, softcap)
     q, k, v = (unit_last_stride(x) for x in (q, k, v))
     out, lse = _new_outputs(q)
     attention_forward(q, k, v, None, lse, *call, first=True, out=out, sink=sink)
@@ -127,7 +130,8 @@ def packed_backward(
         lse: its log-sum-exp.
         cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap, deterministic: as there.
     """
-    call = _call(q, k, cu_seqlens_q, cu_seqlens_k, left, right, softmax_scale, softcap)
+    offsets = _read(cu_seqlens_q), _read(cu_seqlens_k)
+    call = _call(q, k, *offsets, left, right, softmax_scale, softcap)
     q, k, v, do = (unit_last_stride(x) for x in (q, k, v, do))
     delta = row_dots(do, out)
     dq, dk, dv, dsink = _new_gradients(q, k, v, sink)
@@ -194,17 +198,21 @@ def _new_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 
 
+def _read(cu_seqlens: torch.Tensor) -> Offsets:
+    return tuple(cu_seqlens.tolist())
+
+
 def _call(
     q: torch.Tensor,
     k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    q_offsets: Offsets,
+    k_offsets: Offsets,
     left: int | None,
     right: int | None,
     softmax_scale: float,
     softcap: float,
 ) -> _Call:
     """Return what the kernels want to know besides tensors."""
-    segments = aligned_segments(read_offsets(cu_seqlens_q), read_offsets(cu_seqlens_k))
+    segments = aligned_segments(q_offsets, k_offsets)
     heads = HeadMap(0, q.shape[1] // k.shape[1])
     return *segments, heads, AttentionOptions(Mask(left, right), softmax_scale, softcap)

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import (
 
 import hexiseq_triton as hx
 import hexiseq_triton.kernels.ops  # registers the operators
-from hexiseq_triton.kernels import documents
 from hexiseq_triton.kernels.attention import by_reference
 from hexiseq_triton.kernels.options import state_dtype
 
@@ -255,30 +254,17 @@ def test_no_gradient_without_need() -> None:
         assert FORWARD(q, k, v, *rest)[0].is_inference()
 
 
-def test_offsets_are_read_again_only_after_a_change() -> None:
-    cu_seqlens = torch.tensor([0, 3, 7])
-    first = documents.remembered_offsets(cu_seqlens)
-    assert first == (0, 3, 7)
-    assert documents.remembered_offsets(cu_seqlens) is first
-    cu_seqlens[1] = 4
-    assert documents.remembered_offsets(cu_seqlens) == (0, 4, 7)
-    cu_seqlens.data = torch.tensor([0, 7])
-    assert documents.remembered_offsets(cu_seqlens) == (0, 7)
-
-
-def test_offsets_do_not_outlive_their_tensor() -> None:
-    before = len(documents._read)
-    for i in range(1, 20):  # freed memory is used again at once
-        assert documents.remembered_offsets(torch.tensor([0, i])) == (0, i)
-    assert len(documents._read) == before
-
-
-def test_offsets_on_the_cpu_are_read_each_time() -> None:
-    """An array that shares the memory changes it behind PyTorch's back."""
-    cu_seqlens = torch.tensor([0, 3, 7])
-    assert documents.read_offsets(cu_seqlens) == (0, 3, 7)
-    cu_seqlens.numpy()[1] = 5
-    assert documents.read_offsets(cu_seqlens) == (0, 5, 7)
+def test_offsets_are_read_at_each_call() -> None:
+    """An array that shares the memory changes it behind PyTorch's back, as collectives do."""
+    q, k, v, sink, cu_seqlens, *rest = forward_inputs(4, 4)
+    cu_seqlens = cu_seqlens.clone()
+    rest[0] = cu_seqlens
+    first, _ = FORWARD(q, k, v, sink, cu_seqlens, *rest)
+    cu_seqlens.numpy()[1] = 3
+    second, _ = FORWARD(q, k, v, sink, cu_seqlens, *rest)
+    expected, _ = FORWARD(q, k, v, sink, cu_seqlens.clone(), *rest)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, expected)
 
 
 def test_other_devices_are_refused_by_name() -> None:

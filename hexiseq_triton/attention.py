@@ -20,6 +20,7 @@ from hexiseq_triton.flash import (
     check_supported,
     flash_attn_varlen_func,
     options_of,
+    refuse_unsupported,
 )
 from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import AttentionOptions, row_dots, state_dtype
@@ -29,6 +30,8 @@ from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.peer_heads import head_exchange
 from hexiseq_triton.ring import Ring
 from hexiseq_triton.rope import RopeLike, as_rope
+
+REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def hexiseq_attention(
@@ -70,7 +73,7 @@ def hexiseq_attention(
         deterministic: the gradients repeat bit for bit, also where that is slower.
         reduce_dtype: in which partial dK and dV travel back to the keys' owners, where they are
             summed in float32. None is float32 (float64 for float64 inputs); torch.bfloat16 halves
-            what travels, and rounds every partial once.
+            what travels, and rounds every partial once; so does torch.float16, up to 65504.
         dropout_p: only 0.0.
         alibi_slopes: only None.
 
@@ -90,21 +93,46 @@ def hexiseq_attention(
         )  # fmt: skip  # one opaque operation: the compiler does not stop
         assert isinstance(alone, torch.Tensor)
         return alone.view(q.shape)
+    return _attend(
+        q, k, v, context, layout,
+        softmax_scale, causal, window_size, softcap, rope, learnable_sink,
+        deterministic, reduce_dtype, dropout_p, alibi_slopes,
+    )  # fmt: skip
+
+
+# a compiler that looked inside would compile the exchange anew for each batch's lengths
+@torch.compiler.disable
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: ParallelContext,
+    layout: BatchLayout,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    rope: RopeLike | None,
+    learnable_sink: torch.Tensor | None,
+    deterministic: bool,
+    reduce_dtype: torch.dtype | None,
+    dropout_p: float,
+    alibi_slopes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check the call, agree on it with the other ranks, and carry it out."""
     with context.guard():
-        if dropout_p:
-            raise InputError(
-                f"dropout_p is {dropout_p}; attention dropout is not supported: use 0.0"
-            )
-        if alibi_slopes is not None:
-            raise InputError("alibi_slopes is given; ALiBi is not supported: leave it out")
+        refuse_unsupported(dropout_p, alibi_slopes, None)
         if layout.plan is not context.plan or layout.rank != context.rank:
             raise InputError("the layout belongs to another context; use its own context.shard")
         shape = q.shape
         q, k, v = (_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         _check(q, k, v, context, layout)
         check_sink(learnable_sink, context.plan.num_heads, q.device)
-        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise InputError(f"reduce_dtype is {reduce_dtype}; use a floating dtype, or None")
+        if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
+            raise InputError(
+                f"reduce_dtype is {reduce_dtype}; use None, or one of "
+                f"{', '.join(map(str, REDUCE_DTYPES))}"
+            )
         options = options_of(q.shape[-1], softmax_scale, causal, window_size, softcap)
         sink = None
         if learnable_sink is not None:

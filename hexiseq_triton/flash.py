@@ -85,7 +85,7 @@ def flash_attn_varlen_func(
         InputError: if tensors don't fit each other or an argument is not supported.
         ConfigError: if a side of the window is below -1.
     """
-    _refuse_unsupported(dropout_p, alibi_slopes, block_table)
+    refuse_unsupported(dropout_p, alibi_slopes, block_table)
     _check_tensors(q, k, v, "[T, heads, head_dim]")
     check_sink(learnable_sink, q.shape[1], q.device)
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
@@ -132,7 +132,7 @@ def flash_attn_func(
         InputError: if tensors don't fit each other or an argument is not supported.
         ConfigError: if a side of the window is below -1.
     """
-    _refuse_unsupported(dropout_p, alibi_slopes, None)
+    refuse_unsupported(dropout_p, alibi_slopes, None)
     _check_tensors(q, k, v, "[batch, seq, heads, head_dim]")
     check_sink(learnable_sink, q.shape[2], q.device)
     batch, seq_q, num_heads, _ = q.shape
@@ -150,9 +150,10 @@ def flash_attn_func(
     return out, lse.view(num_heads, batch, seq_q).transpose(0, 1).contiguous(), None
 
 
-def _refuse_unsupported(
+def refuse_unsupported(
     dropout_p: float, alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None
 ) -> None:
+    """Raise an InputError for arguments of flash-attention 2's that are not supported."""
     if dropout_p:
         raise InputError(f"dropout_p is {dropout_p}; attention dropout is not supported: use 0.0")
     if alibi_slopes is not None:

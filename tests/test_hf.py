@@ -231,6 +231,35 @@ def test_a_model_alone_compiles_whole(ready: Pool) -> None:
     assert graphs == 1
 
 
+def compiled_with_others(rank: int) -> tuple[list[float], list[int]]:
+    """Worker: what compiling changes under an uneven plan, and the graphs after each batch."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    model.set_attn_implementation("hexiseq")
+    differences, graphs = [], []
+    with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context, counted() as counters:
+        fast = torch.compile(model, backend="eager", dynamic=True)
+        for cut in (40, 41, 17, 90):
+            inputs = hf.shard(context, stream([cut, 96 - cut], 0)).inputs
+            found = []
+            for call in (fast, model):
+                model.zero_grad()
+                logits = call(**inputs).logits
+                logits.square().mean().backward()
+                found += [logits.detach(), model.lm_head.weight.grad.clone()]
+            differences += [relative(found[0], found[2]), relative(found[1], found[3])]
+            graphs.append(counters["stats"]["unique_graphs"])
+    return differences, graphs
+
+
+def test_the_compiler_passes_over_the_exchange(ready: Pool) -> None:
+    """Or each batch, of other lengths, would have it compiled anew for minutes."""
+    for differences, graphs in ready.run(compiled_with_others)[:4]:
+        assert max(differences) < 1e-5
+        assert len(set(graphs)) == 1
+
+
 def document_sources(rank: int) -> list[list[int]]:
     """Worker: the document lengths found from each thing a collator may tell them by."""
     from hexiseq_triton.integrations import hf

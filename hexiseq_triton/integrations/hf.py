@@ -15,6 +15,7 @@ Only models whose tokens meet in attention alone equal themselves; others are re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -87,6 +88,29 @@ def attention(
             f"again; if it was so called, {type(module).__name__} gets no keywords from its model, "
             "which is not supported)"
         )
+    attend = _attend if batch.local.layout.is_alone else _attend_with_others
+    return attend(
+        module, batch, query, key, value, attention_mask,
+        scaling, dropout, sliding_window, softcap, s_aux, is_causal, arguments,
+    ), None  # fmt: skip
+
+
+def _attend(
+    module: torch.nn.Module,
+    batch: HFBatch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+    is_causal: bool | None,
+    arguments: Mapping[str, Any],
+) -> torch.Tensor:
+    """Return the output, [1, T, H, D]; the arguments are those of `attention`."""
     batch.note_attention()
     with batch.context.guard():
         _check(batch, query, key, attention_mask, dropout)
@@ -108,7 +132,11 @@ def attention(
         softcap=softcap or 0.0,
         learnable_sink=s_aux,
     )
-    return F.pad(out, (0, 0, 0, 0, 0, int(batch.is_padded)))[None], None
+    return F.pad(out, (0, 0, 0, 0, 0, int(batch.is_padded)))[None]
+
+
+# a compiler that looked inside would compile the exchange anew for each batch's lengths
+_attend_with_others = torch.compiler.disable(_attend)
 
 
 def _check(

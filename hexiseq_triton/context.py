@@ -50,8 +50,9 @@ def init(
 ) -> ParallelContext:
     """Bind a plan to the running processes; a collective call of all ranks.
 
-    Initialises torch.distributed from torchrun's environment if that has not been done, and sets
-    what `hexiseq_triton/environment.py` lists where the environment leaves it open.
+    Initialises torch.distributed from torchrun's environment if that has not been done, makes the
+    device PyTorch's current one, and sets what `hexiseq_triton/environment.py` lists where the
+    environment leaves it open.
 
     Args:
         plan: a plan or its file.
@@ -76,6 +77,8 @@ def init(
         if not owns_world:  # others may wait there already
             agreement = _agreement(name, timeout)
         chosen = local_device(device)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)  # whose streams the exchange lets wait
         if agreement is None:
             start_world(chosen, timeout)
             agreement = _agreement(name, timeout)

@@ -19,7 +19,7 @@ from pool import TIMEOUT, Pool
 
 from hexiseq_triton.context import init
 from hexiseq_triton.devices import DeviceReport, local_device
-from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.errors import ConfigError, PeerError
 from hexiseq_triton.planner import Plan, Split
 
 FAST, SLOW = "Fast 80GB HBM", "Slow 40GB PCIe"
@@ -222,6 +222,28 @@ def test_a_device_that_is_none_reaches_the_others(fresh_pool: Pool) -> None:
     assert time.monotonic() - began < TIMEOUT.total_seconds() / 2  # nobody waited for it
     assert [outcome.kind for outcome in outcomes] == ["PeerError", "ConfigError", "PeerError"]
     assert "device is xpu; the package runs on cuda and cpu" in outcomes[0].error
+
+
+def in_a_world_of_ones_own(rank: int) -> list[str]:
+    """Worker: which devices become current where the caller has initialised torch.distributed."""
+    chosen: list[str] = []
+
+    def note(device: torch.device) -> None:
+        chosen.append(str(device))
+        raise RuntimeError("no such GPU here")
+
+    with (
+        mock.patch("hexiseq_triton.context.local_device", return_value=torch.device("cuda", rank)),
+        mock.patch("torch.cuda.set_device", note),
+        pytest.raises((RuntimeError, PeerError)),
+    ):
+        init(THREE, timeout=SHORT)
+    return chosen
+
+
+def test_the_device_becomes_the_current_one(fresh_pool: Pool) -> None:
+    found = fresh_pool.run(in_a_world_of_ones_own)
+    assert found == [[f"cuda:{rank}"] for rank in range(len(found))]
 
 
 def one_names_no_device(rank: int) -> bool:

@@ -133,6 +133,8 @@ def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) 
         InputError: if `local` has another number of rows, or needs a gradient; the same on all
             ranks of the replica, if its inner shape, dtype or the batch differs between them.
     """
+    if layout.plan is not context.plan or layout.rank != context.rank:
+        raise InputError("the layout belongs to another context; use its own context.shard")
     if local.requires_grad and torch.is_grad_enabled():
         raise InputError("unshard carries no gradient; pass local.detach()")
     if local.dim() == 0 or local.shape[0] != layout.num_tokens:
@@ -141,7 +143,7 @@ def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) 
             f"{layout.num_tokens} rows"
         )
     inner = f"{local.dtype} with inner shape {tuple(local.shape[1:])}"
-    answers = context.gather_in_replica("unshard", f"{inner}, of {layout.total_tokens} rows")
+    answers = context.gather_in_replica("unshard", f"{inner}, of {layout.name}")
     if len(set(answers)) > 1:
         raise InputError(
             f"ranks unshard different tensors\n{listed(context.replica_ranks, answers)}"

@@ -273,10 +273,18 @@ def document_sources(rank: int) -> list[list[int]]:
             hf.shard(context, ids | {"cu_seq_lens_q": bounds[None].int()}),
             hf.shard(context, ids | {"position_ids": batch["position_ids"]}),
             hf.shard(context, ids | {"attention_mask": torch.ones(1, 96)}),
+            hf.shard(context, {"input_ids": ids["input_ids"].view(2, 48)}),
+            hf.shard(
+                context,
+                {
+                    "input_ids": ids["input_ids"].view(2, 48),
+                    "position_ids": torch.arange(48)[None],
+                },
+            ),
         ]
         return [list(each.local.layout.document_lengths) for each in told]
 
 
 def test_documents_come_from_what_the_collator_tells(ready: Pool) -> None:
     found = ready.run(document_sources)[0]
-    assert found == [LENGTHS[2], LENGTHS[2], LENGTHS[2], [96]]
+    assert found == [LENGTHS[2], LENGTHS[2], LENGTHS[2], [96], [48, 48], [48, 48]]

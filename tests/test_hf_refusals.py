@@ -187,6 +187,13 @@ def misfit(rank: int, extra: dict[str, Any], dropped: str) -> str:
         ({"text": ["a", "b"]}, "", "text is a list, not a tensor of the tokens"),
         ({"sample": torch.ones(2)}, "", "sample has shape (2,); it must begin with"),
         ({"token_type_ids": torch.ones(2, 48)}, "", "token_type_ids are not all 0"),
+        ({"position_ids": torch.ones(2, 3, 48)}, "", "position_ids has shape (2, 3, 48); it must"),
+        (
+            {"position_ids": torch.arange(48) + 100 * (torch.arange(48) > 9).expand(2, -1)},
+            "",
+            "position_ids do not count from 0 in each document",
+        ),
+        ({"position_ids": torch.arange(96).view(2, 48)}, "", "position_ids do not count from 0"),
         ({}, "input_ids", "the batch has no tensor input_ids, only labels"),
         ({}, "labels", "the batch has no labels, only input_ids"),
     ],

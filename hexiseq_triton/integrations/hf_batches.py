@@ -21,7 +21,11 @@ from hexiseq_triton.shard import shard as shard_rows
 NAME = "hexiseq"
 """Of the attention, and of the keyword by which a model call carries its batch."""
 PADDING_TOKEN = 0
-_LENGTHS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REPLACED = (
+    "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "attention_mask", "position_ids",
+)  # fmt: skip
+"""What collators say of documents, which the model gets anew from the layout."""
 
 
 class _Calls:
@@ -132,7 +136,8 @@ def shard(
     """Return this rank's tokens of a batch from a collator; a collective call of the replica.
 
     Documents come from `cu_seqlens`, or the batch's `cu_seq_lens_q`, or where its `position_ids`
-    do not count on; else each row of `input_ids` is one. Labels are shifted here.
+    do not count on; else each row of `input_ids` is one. Positions count from 0 in each document;
+    a batch that has others is refused. Labels are shifted here.
 
     Args:
         context: the live plan.
@@ -146,16 +151,11 @@ def shard(
     """
     problem = None
     if batch is not None:
-        mask = batch.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            problem = (
-                "attention_mask hides tokens; pack the documents without padding, for example with "
-                "DataCollatorWithFlattening"
-            )
-        cu_seqlens = _documents(batch) if cu_seqlens is None else cu_seqlens
-        dropped = (*_LENGTHS, "attention_mask", "position_ids")
-        batch = {name: tensor for name, tensor in batch.items() if name not in dropped}
-        problem = problem or _misfit(batch)
+        problem = _misfit(batch)
+        if problem is None:
+            cu_seqlens = _documents(batch) if cu_seqlens is None else cu_seqlens
+            problem = _other_positions(batch, cu_seqlens)
+        batch = {name: tensor for name, tensor in batch.items() if name not in _REPLACED}
     with context.guard():
         rows = shard_rows(context, batch, cu_seqlens=cu_seqlens, source=source, problem=problem)
     return HFBatch(context, rows)
@@ -166,7 +166,21 @@ def _misfit(batch: Mapping[str, Any]) -> str | None:
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         return f"the batch has no tensor input_ids, only {', '.join(batch) or 'nothing'}"
+    mask = batch.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        return (
+            "attention_mask hides tokens; pack the documents without padding, for example with "
+            "DataCollatorWithFlattening"
+        )
+    positions = batch.get("position_ids")
+    if positions is not None and positions.shape not in (ids.shape, (1, *ids.shape[-1:])):
+        return (
+            f"position_ids has shape {tuple(positions.shape)}; it must be that of input_ids, "
+            f"{tuple(ids.shape)}: leave it out"
+        )
     for name, tensor in batch.items():
+        if name in _REPLACED:
+            continue
         if not isinstance(tensor, torch.Tensor):
             return f"{name} is a {type(tensor).__name__}, not a tensor of the tokens: leave it out"
         if tensor.shape[: ids.dim()] != ids.shape:
@@ -185,11 +199,34 @@ def _documents(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     bounds = batch.get("cu_seq_lens_q")
     if bounds is not None:
         return bounds.flatten()
-    positions = batch.get("position_ids")
+    positions = _positions(batch)
     if positions is None:
         return None
-    rows = positions.reshape(-1, positions.shape[-1])
-    begins = rows != F.pad(rows, (1, 0))[:, :-1] + 1
-    begins[:, 0] = True
+    begins = positions != F.pad(positions, (1, 0))[:, :-1] + 1
+    begins[:, :1] = True
     starts = begins.flatten().nonzero().flatten()
-    return F.pad(starts, (0, 1), value=rows.numel())
+    return F.pad(starts, (0, 1), value=positions.numel())
+
+
+def _other_positions(batch: Mapping[str, torch.Tensor], cu_seqlens: Any) -> str | None:
+    """Say so if the batch has positions that the model would not get."""
+    positions = _positions(batch)
+    if positions is None or not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.dim() != 1:
+        return None
+    bounds = cu_seqlens.to(positions.device).long()
+    lengths = bounds.diff()
+    if bool((lengths < 0).any()) or int(lengths.sum()) != positions.numel():
+        return None  # which `shard` refuses
+    rows = torch.arange(positions.numel(), device=positions.device)
+    if torch.equal(positions.flatten().long(), rows - bounds[:-1].repeat_interleave(lengths)):
+        return None
+    return (
+        "position_ids do not count from 0 in each document, and the model would get those that "
+        "do: leave them out, and pass the documents' bounds as cu_seqlens"
+    )
+
+
+def _positions(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the batch's positions, [B, S]."""
+    positions, ids = batch.get("position_ids"), batch["input_ids"]
+    return None if positions is None else positions.expand(ids.shape if ids.dim() > 1 else (1, -1))

@@ -81,8 +81,10 @@ def rope_tables(
     For partial rotary give the number of dimensions that turn as `head_dim`.
     """
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-    angles = position_ids[:, None].float() * theta ** (-exponents / head_dim)
-    return angles.cos(), angles.sin()
+    frequencies = theta ** (-exponents / head_dim)  # in float32, as models were trained with
+    # at position 2^20 the product in float32 is off by up to 0.03
+    angles = position_ids[:, None].double() * frequencies.double()
+    return angles.cos().float(), angles.sin().float()
 
 
 def apply_rope(

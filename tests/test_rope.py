@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from equality import NAMES, random_qkv
@@ -51,6 +52,16 @@ def test_partial_rotary_leaves_the_other_dimensions_alone(interleaved: bool) -> 
     alone = apply_rope(x[..., :4], cos, sin, interleaved=interleaved)
     assert torch.equal(found[..., :4], alone)
     assert torch.equal(found[..., 4:], x[..., 4:])
+
+
+def test_tables_are_exact_at_positions_of_a_million() -> None:
+    positions = torch.arange((1 << 20) - 50, 1 << 20)
+    frequencies = 5e5 ** (-torch.arange(0, 128, 2, dtype=torch.float32) / 128)
+    angles = positions.numpy().astype(np.longdouble)[:, None] * frequencies.numpy()
+    for found, expected in zip(
+        rope_tables(positions, 128, 5e5), (np.cos(angles), np.sin(angles)), strict=True
+    ):
+        np.testing.assert_allclose(found.numpy(), expected.astype(np.float64), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])

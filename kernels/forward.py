@@ -22,7 +22,6 @@ Source: Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -49,9 +48,10 @@ from hexiseq_triton.kernels.forms import bounded_blocks, form, forms
 from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.kernels.interned import interned
+from hexiseq_triton.kernels.kept import kept
 from hexiseq_triton.kernels.launch_tables import FORWARD, config_for
 from hexiseq_triton.kernels.options import AttentionOptions, HeadMap, Segments
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
 from hexiseq_triton.segments import Segment
 
@@ -294,7 +294,7 @@ def attention_forward(
         launch(*forward_tensors(q, k, v, read, lse, written, sink))
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def prepare_hopper(call: ForwardCall) -> Callable[..., None] | None:
     """Check everything and return the Hopper kernel's launch, of (q, k, v, o, lse, out, sink).
 
@@ -318,7 +318,7 @@ def forward_tensors(
     return q, k, v, v, read, lse, written, lse if sink is None else sink
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def prepare_forward(call: ForwardCall, config: Config) -> Prepared | None:
     """Check everything and return the launch; None where there is nothing to do."""
     launch, q, k, v = call.launch(), call.q, call.k, call.v

@@ -9,8 +9,6 @@ The mathematics and the layout are those of backward.py.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -31,8 +29,9 @@ from hexiseq_triton.kernels.blocks import (
     work_item,
 )
 from hexiseq_triton.kernels.configs import Config
+from hexiseq_triton.kernels.kept import kept
 from hexiseq_triton.kernels.launch_tables import GRAD_KV, config_for
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import key_tiles
 
 
@@ -208,7 +207,7 @@ def grad_kv(inputs: BackwardInputs, tensors: Tensors, dk: torch.Tensor, dv: torc
         launch(*tensors, dk, dv)
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def prepare_grad_kv(inputs: BackwardInputs, config: Config) -> Prepared | None:
     """Return the launch; None where there is nothing to do."""
     q, k = inputs.q, inputs.k

@@ -5,8 +5,6 @@ The mathematics and the layout are those of backward.py.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -28,8 +26,9 @@ from hexiseq_triton.kernels.blocks import (
     work_item,
 )
 from hexiseq_triton.kernels.configs import Config
+from hexiseq_triton.kernels.kept import kept
 from hexiseq_triton.kernels.launch_tables import GRAD_Q, config_for
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
 
 
@@ -178,7 +177,7 @@ def grad_q(inputs: BackwardInputs, tensors: Tensors, dq: torch.Tensor) -> None:
         launch(*tensors, dq)
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def prepare_grad_q(inputs: BackwardInputs, config: Config) -> Prepared | None:
     """Return the launch; None where there is nothing to do."""
     q = inputs.q

@@ -15,7 +15,7 @@ import torch
 from hexiseq_triton.kernels.tilemap import TileMap
 
 MOST_PREPARED = 512
-"""Launches that each kernel keeps; with them, their tile maps."""
+"""Launches that each kernel keeps which has no table of its own; see kept.py for the others."""
 
 
 class Cut(Protocol):

@@ -18,12 +18,12 @@ query spans, which dK and dV need, is the same map with the sides of the mask sw
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numba
 import numpy as np
 import torch
 
+from hexiseq_triton.kernels.kept import count_table, kept
 from hexiseq_triton.kernels.options import PlacedSegment, Segments
 from hexiseq_triton.segments import Mask, Segment
 
@@ -88,7 +88,7 @@ def key_tiles(
     return _cached_map(*args).on_current_stream()
 
 
-@lru_cache(maxsize=256)
+@kept
 def _cached_map(
     tile_segments: tuple[Segment, ...] | tuple[PlacedSegment, ...],
     span_segments: tuple[Segment, ...] | tuple[PlacedSegment, ...],
@@ -101,6 +101,7 @@ def _cached_map(
     table, num_tiles = build_map(
         tile_segments, span_segments, mask, tile_block, span_block, keep_empty=keep_empty
     )
+    count_table(table.nbytes)
     host = torch.from_numpy(table)
     if device.type != "cuda":
         return TileMap(host, table, num_tiles, None, 0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hexiseq_triton.kernels import kept
 from hexiseq_triton.kernels.options import PlacedSegment, Segments, with_rows
 from hexiseq_triton.kernels.tilemap import (
     SPAN_FIELDS,
@@ -117,8 +120,8 @@ def test_swapping_the_sides_transposes_the_map(
 def test_empty_tiles_are_left_out_or_kept(q: list[Segment], k: list[Segment], mask: Mask) -> None:
     tiles, _ = split(*build_map(q, k, mask, 4, 4))
     assert (tiles[:, 5] > tiles[:, 3]).all()
-    kept, _ = split(*build_map(q, k, mask, 4, 4, keep_empty=True))
-    rows = [row for tile in kept for row in range(tile[0], tile[0] + tile[1])]
+    all_tiles, _ = split(*build_map(q, k, mask, 4, 4, keep_empty=True))
+    rows = [row for tile in all_tiles for row in range(tile[0], tile[0] + tile[1])]
     assert sorted(rows) == list(range(num_tokens(q)))
 
 
@@ -144,3 +147,19 @@ def test_maps_are_cached() -> None:
     first = query_tiles(segments, segments, CAUSAL, 16, 16, cpu)
     assert query_tiles(tuple(segments), segments, CAUSAL, 16, 16, cpu) is first
     assert key_tiles(segments, segments, CAUSAL, 16, 16, cpu) is not first
+
+
+def test_maps_are_forgotten_before_they_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST_BYTES", 4096)
+    cpu = torch.device("cpu")
+    alive = []
+    for length in range(200, 300):
+        segments = (Segment(0, 0, length),)
+        found = query_tiles(segments, segments, CAUSAL, 16, 16, cpu)
+        assert query_tiles(segments, segments, CAUSAL, 16, 16, cpu) is found
+        np.testing.assert_array_equal(
+            found.on_host, build_map(segments, segments, CAUSAL, 16, 16)[0]
+        )
+        alive = [map_ for map_ in alive if map_() is not None] + [weakref.ref(found)]
+        del found
+        assert sum(map_().on_host.nbytes for map_ in alive if map_() is not None) <= 4096

@@ -18,8 +18,6 @@ queries in the direction that this order says, so that q, do and dq stay in the 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from hexiseq_triton.kernels.backward_inputs import BackwardInputs, Tensors
@@ -37,7 +35,8 @@ from hexiseq_triton.kernels.hopper.key_work import (
     scalars_of,
 )
 from hexiseq_triton.kernels.hopper.producer import produce
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.kept import kept
+from hexiseq_triton.kernels.prepared import Prepared
 
 
 @gluon.jit(do_not_specialize=[*VARYING, "num_items"])
@@ -189,7 +188,7 @@ def _launch(
         launch(*tensors, tensors[0] if dq is None else dq, dk, dv, items, counter)
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def _prepare(inputs: BackwardInputs, dq: Form | None) -> tuple[Guarded, torch.Tensor] | None:
     """Return the launch and the order of its work items; None where there is nothing to do."""
     launch = inputs.launch

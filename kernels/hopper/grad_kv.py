@@ -12,8 +12,6 @@ a block ahead. Every sum has one owner and one order, so results repeat bit for 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from hexiseq_triton.kernels.backward_inputs import BackwardInputs, Tensors
@@ -44,7 +42,8 @@ from hexiseq_triton.kernels.hopper.producer import (
     scales_early,
 )
 from hexiseq_triton.kernels.hopper.scores import probabilities, unpacked
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.kept import kept
+from hexiseq_triton.kernels.prepared import Prepared
 
 HEAD_DIM = 256
 CONFIG = Config(64, 64, 4, 2, descriptors=True)
@@ -224,7 +223,7 @@ def grad_kv(inputs: BackwardInputs, tensors: Tensors, dk: torch.Tensor, dv: torc
         launch(*tensors, dk, dv, items, counter)
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def _prepare(inputs: BackwardInputs) -> tuple[Guarded, torch.Tensor] | None:
     """Return the launch and its work items; None where there is nothing to do."""
     work = key_work(inputs, CONFIG)

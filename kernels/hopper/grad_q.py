@@ -12,8 +12,6 @@ bit for bit.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from hexiseq_triton.kernels.backward_inputs import BackwardInputs, Tensors
@@ -42,7 +40,8 @@ from hexiseq_triton.kernels.hopper.key_work import constants_of, loaded_blocks, 
 from hexiseq_triton.kernels.hopper.named import ALL, CONSUMER_AND_PRODUCER, arrive, meet_if
 from hexiseq_triton.kernels.hopper.producer import UNMASKED, get, num_blocks, put
 from hexiseq_triton.kernels.hopper.scores import seen_only
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.kept import kept
+from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
 
 HEAD_DIM = 256
@@ -259,7 +258,7 @@ def grad_q(inputs: BackwardInputs, tensors: Tensors, dq: torch.Tensor) -> None:
         launch(*tensors, dq)
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@kept
 def _prepare(inputs: BackwardInputs) -> Guarded | None:
     """Return the launch; None where there is nothing to do."""
     launch, device = inputs.launch, inputs.q.device

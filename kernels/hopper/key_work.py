@@ -12,6 +12,7 @@ from hexiseq_triton.kernels.backward_inputs import BackwardInputs
 from hexiseq_triton.kernels.configs import Config, num_sms
 from hexiseq_triton.kernels.hopper.api import GluonBlocks, with_layout
 from hexiseq_triton.kernels.hopper.order import work_order
+from hexiseq_triton.kernels.kept import count_table
 from hexiseq_triton.kernels.tilemap import TileMap, key_tiles
 
 
@@ -43,6 +44,7 @@ def key_work(inputs: BackwardInputs, config: Config) -> KeyWork | None:
         return None
     programs = min(num_items, max(1, num_sms(device) - inputs.sm_margin))
     order = work_order(tiles.on_host, tiles.num_tiles, keys, launch.num_kv_heads, programs, m)
+    count_table(order.nbytes)
     items = torch.from_numpy(order).pin_memory().to(device, non_blocking=True)
     stream = torch.cuda.current_stream(device)
     tiles = replace(tiles, ready=stream.record_event(), stream=stream.cuda_stream)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hexiseq_triton.attention import hexiseq_attention
     from hexiseq_triton.context import ParallelContext, init
+    from hexiseq_triton.cross_entropy import summed_cross_entropy, summed_cross_entropy_of_logits
     from hexiseq_triton.errors import (
         ConfigError,
         HexiSeqError,
@@ -65,6 +66,8 @@ _HOME = {
     "max_seq_len": "planner",
     "plan": "planner",
     "resplit": "planner",
+    "summed_cross_entropy": "cross_entropy",
+    "summed_cross_entropy_of_logits": "cross_entropy",
 }
 
 __all__ = [
@@ -91,6 +94,8 @@ __all__ = [
     "max_seq_len",
     "plan",
     "resplit",
+    "summed_cross_entropy",
+    "summed_cross_entropy_of_logits",
 ]
 
 

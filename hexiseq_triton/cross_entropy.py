@@ -1,10 +1,12 @@
-"""Summed cross entropy of a linear output layer, in chunks of rows: the logits never exist whole.
+"""Summed cross entropy in chunks of rows, of logits or of a linear output layer.
 
 For a row x with label c, logits z = W x and p = softmax(z):
 
     loss = logsumexp(z) - z_c,    dz = p - e_c,    dx = W^T dz,    dW = sum over rows of dz x^T
 
-Each chunk's gradients are computed beside its loss, while its logits exist; backward scales them.
+Of an output layer the logits never exist whole: each chunk's gradients are computed beside its
+loss, while its logits exist, and backward scales them. Of given logits it is their float32 copies
+that never exist whole: backward computes p again.
 """
 
 from __future__ import annotations
@@ -32,6 +34,47 @@ def summed_cross_entropy(
     chunk_rows = chunk_rows or chunk_tokens(weight.shape[0])
     loss: torch.Tensor = _SummedCrossEntropy.apply(x, weight, labels, chunk_rows)  # type: ignore[no-untyped-call]
     return loss
+
+
+def summed_cross_entropy_of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, *, chunk_rows: int | None = None
+) -> torch.Tensor:
+    """Return the sum of the token losses in nats, a float32 scalar (float64 for float64 input).
+
+    Args:
+        logits: [T, vocab] in any floating dtype; T may be 0.
+        labels: [T] int64; rows with -100 count nothing.
+        chunk_rows: rows that exist in float32 at a time; a number by the vocabulary if left out.
+    """
+    chunk_rows = chunk_rows or chunk_tokens(logits.shape[1])
+    loss: torch.Tensor = _OfLogits.apply(logits, labels, chunk_rows)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _OfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, chunk_rows: int
+    ) -> torch.Tensor:
+        ignored = labels == IGNORED_LABEL
+        target = labels.masked_fill(ignored, 0)[:, None]
+        state = state_dtype(logits.dtype)
+        lse = torch.cat([x.to(state).logsumexp(-1) for x in logits.split(chunk_rows)])
+        log_p_target = logits.gather(1, target)[:, 0].to(state) - lse
+        ctx.save_for_backward(logits, target, ignored, lse)
+        ctx.chunk_rows = chunk_rows
+        return -log_p_target.masked_fill(ignored, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, ignored, lse = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        parts = (x.split(ctx.chunk_rows) for x in (logits, dlogits, target, ignored, lse))
+        for x, dx, c, is_ignored, total in zip(*parts, strict=True):
+            log_p = x.to(lse.dtype) - total[:, None]
+            p = log_p.exp().scatter_(1, c, torch.expm1(log_p.gather(1, c)))
+            dx.copy_((p * grads[0]).masked_fill_(is_ignored[:, None], 0.0))
+        return dlogits, None, None
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

@@ -168,6 +168,26 @@ def test_an_attention_that_was_not_chosen_is_named(ready: Pool) -> None:
         assert "call model.set_attn_implementation('hexiseq')" in found
 
 
+def cut_logits(rank: int) -> str:
+    """Worker: what a batch says to logits of some of its tokens."""
+    from hexiseq_triton.integrations import hf
+
+    model = small_model("llama")
+    model.set_attn_implementation("hexiseq")
+    with init(PLANS["even"], device="cpu", timeout=TIMEOUT) as context:
+        batch = hf.shard(context, stream([96], 0))
+        try:
+            batch.token_mean(model(**batch.inputs, logits_to_keep=3).logits, grad_average=1)
+        except HexiSeqError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_logits_of_some_tokens_are_refused(ready: Pool) -> None:
+    for found in ready.run(cut_logits)[:4]:
+        assert "logits have shape (1, 3, " in found
+
+
 def misfit(rank: int, extra: dict[str, Any], dropped: str) -> str:
     """Worker: what a batch raises with more in it than tensors of its tokens, or with less."""
     from hexiseq_triton.integrations import hf

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hexiseq_triton.context import ParallelContext
+from hexiseq_triton.cross_entropy import summed_cross_entropy_of_logits
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.shard import IGNORED_LABEL, LocalBatch
 from hexiseq_triton.shard import shard as shard_rows
@@ -104,12 +105,12 @@ class HFBatch:
                     "model(**batch.inputs); models that transformers does not let choose their "
                     "attention, and those without attention, are not supported"
                 )
-        loss = F.cross_entropy(
-            logits.float().flatten(0, 1),
-            self.labels.flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-        )
+            if logits.shape[:2] != self.labels.shape:
+                raise InputError(
+                    f"logits have shape {tuple(logits.shape)}; the loss needs those of all of the "
+                    f"batch's tokens, {tuple(self.labels.shape)}: leave out logits_to_keep"
+                )
+        loss = summed_cross_entropy_of_logits(logits.flatten(0, 1), self.labels.flatten())
         count = self.num_label_tokens if num_tokens is None else num_tokens
         return self.context.token_mean(loss, count, grad_average=grad_average)
 

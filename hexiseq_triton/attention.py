@@ -18,6 +18,7 @@ from hexiseq_triton.flash import (
     Window,
     check_sink,
     check_supported,
+    check_tensor,
     flash_attn_varlen_func,
     options_of,
     refuse_unsupported,
@@ -53,6 +54,8 @@ def hexiseq_attention(
     alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend over all tokens of the batch, each document for itself; a collective call.
+
+    All ranks of a replica make their calls, and the backward of these, in the same order.
 
     Args:
         q: this rank's queries, [T, H, D] or [B, S, H, D] with B * S = T; T is `layout.num_tokens`.
@@ -122,8 +125,13 @@ def _attend(
     """Check the call, agree on it with the other ranks, and carry it out."""
     with context.guard():
         refuse_unsupported(dropout_p, alibi_slopes, None)
+        if not isinstance(layout, BatchLayout):
+            raise InputError(
+                f"layout is a {type(layout).__name__}; pass that of a batch from context.shard"
+            )
         if layout.plan is not context.plan or layout.rank != context.rank:
             raise InputError("the layout belongs to another context; use its own context.shard")
+        check_tensor("q", q)
         shape = q.shape
         q, k, v = (_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         _check(q, k, v, context, layout)
@@ -142,6 +150,11 @@ def _attend(
             rope = as_rope(rope)
             rotation, style = rope.rotation(q), rope.style
         held = f"{'no ' if sink is None else ''}sink, reduce_dtype {reduce_dtype}"
+        # a rank that wants none would not take part in the others' backward
+        wanted = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
+        )
+        held += f", {'with' if wanted else 'no'} gradients"
         context.calls.agree_on_options(q.dtype, q.shape[-1], f"{options}, {style}, {held}")
         context.calls.agree_on_batch(layout)
     call = _Call(context, layout, options, deterministic, reduce_dtype)
@@ -152,6 +165,7 @@ def _attend(
 
 
 def _rows(name: str, x: torch.Tensor) -> torch.Tensor:
+    check_tensor(name, x)
     if x.dim() not in (3, 4):
         raise InputError(
             f"{name} has shape {tuple(x.shape)}; use [T, heads, D] or [B, S, heads, D]"

@@ -11,6 +11,7 @@ GPU; `None` in a window is -1; `learnable_sink` is there, under flash-attention 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -88,11 +89,13 @@ def flash_attn_varlen_func(
     refuse_unsupported(dropout_p, alibi_slopes, block_table)
     _check_tensors(q, k, v, "[T, heads, head_dim]")
     check_sink(learnable_sink, q.shape[1], q.device)
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
-    on_host = cu_seqlens_q.cpu()  # here, where torch.compile makes one copy for all layers
-    also = on_host if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.cpu()
-    documents = (on_host, also, max_seqlen_q, max_seqlen_k)
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
+    if not q.is_meta:  # here, where torch.compile makes one copy for all layers
+        is_shared = cu_seqlens_k is cu_seqlens_q
+        cu_seqlens_q = cu_seqlens_q.cpu()
+        cu_seqlens_k = cu_seqlens_q if is_shared else cu_seqlens_k.cpu()
+    documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse = _attend(
         q, k, v, learnable_sink, documents,
         softmax_scale, causal, window_size, softcap, deterministic,
@@ -165,6 +168,7 @@ def refuse_unsupported(
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
     num_dims = layout.count(",") + 1
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
         if x.dim() != num_dims:
             raise InputError(f"{name} has shape {tuple(x.shape)}; expected {layout}")
         if x.dtype != q.dtype or not x.dtype.is_floating_point:
@@ -181,6 +185,12 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
         raise InputError(
             f"q has {num_heads} heads, k {num_kv_heads}; q needs a multiple of the heads of k"
         )
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Raise an InputError unless x is a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise InputError(f"{name} is a {type(x).__name__}; pass a tensor")
 
 
 def check_supported(q: torch.Tensor) -> None:
@@ -206,6 +216,7 @@ def check_sink(sink: torch.Tensor | None, num_heads: int, device: torch.device) 
     """Raise an InputError unless the sink is None or fits the query heads."""
     if sink is None:
         return
+    check_tensor("learnable_sink", sink)
     if sink.shape != (num_heads,) or not sink.dtype.is_floating_point:
         raise InputError(
             f"learnable_sink has shape {tuple(sink.shape)} and is {sink.dtype}; expected one "
@@ -237,11 +248,20 @@ def options_of(
         raise InputError(
             f"softcap is {softcap}; it must be positive, at most {MAX_SOFTCAP:g}, or 0.0 for none"
         )
+    if causal not in (True, False):
+        raise InputError(f"causal is {causal!r}; it is True or False")
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
+        raise InputError(f"window_size is {window_size!r}; it is (left, right)")
+    if not all(side is None or isinstance(side, int) for side in window_size):
+        raise InputError(f"window_size is {window_size!r}; its sides are whole numbers or None")
     left, right = (-1 if side is None else side for side in window_size)
     return AttentionOptions(Mask.from_flash(causal, (left, right)), scale, float(softcap))
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor) -> None:
+def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, q: torch.Tensor) -> None:
+    check_tensor(name, cu_seqlens)
+    if cu_seqlens.is_meta and not q.is_meta:
+        raise InputError(f"{name} is on meta, q on {q.device}: it holds no numbers")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{name} is {cu_seqlens.dtype}; use torch.int32 or torch.int64")
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 
 from hexiseq_triton.batches import Arrival, Exchange, Round, exchange_of
+from hexiseq_triton.errors import InputError
 from hexiseq_triton.peer_places import Places, places_of
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.heads import HeadRange
@@ -30,6 +31,9 @@ class BatchLayout:
     Attributes:
         is_alone: whether the rank holds its whole replica's batch, in its order.
         cu_seqlens: bounds of the documents in that batch, [documents + 1] int64 on the CPU.
+
+    Raises:
+        InputError: if the plan has no such rank, or a document fewer than 0 tokens.
     """
 
     def __init__(
@@ -39,9 +43,13 @@ class BatchLayout:
         document_lengths: Sequence[int],
         number: int | None = None,
     ) -> None:
+        if not 0 <= rank < plan.world_size:
+            raise InputError(f"rank is {rank}; the plan has {plan.world_size}")
         self.plan = plan
         self.rank = rank
         self.document_lengths = tuple(document_lengths)
+        if min(self.document_lengths, default=0) < 0:
+            raise InputError(f"a document has {min(self.document_lengths)} tokens; 0 or more fit")
         self.number = number
         self.replica = plan.replica_of(rank)
         self.is_alone = self.replica is not None and len(plan.replicas[self.replica].shares) == 1

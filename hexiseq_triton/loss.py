@@ -39,7 +39,8 @@ def mean_of_ranks(
         as its slope in this rank's loss sum. Both are float64 scalars without a gradient.
 
     Raises:
-        InputError: if `loss_sum` or `num_tokens` is no scalar or `grad_average` is below 1.
+        InputError: if `loss_sum` or `num_tokens` is no scalar, `num_tokens` is below 0 or
+            `grad_average` below 1.
         PeerError: if another rank stopped answering.
     """
     if loss_sum.dim() != 0:
@@ -48,6 +49,8 @@ def mean_of_ranks(
         raise InputError(f"loss_sum is {loss_sum.dtype}; it must be a floating dtype")
     if isinstance(num_tokens, torch.Tensor) and num_tokens.dim() != 0:
         raise InputError(f"num_tokens has shape {tuple(num_tokens.shape)}; pass a scalar")
+    if not isinstance(num_tokens, torch.Tensor) and num_tokens < 0:
+        raise InputError(f"num_tokens is {num_tokens}; it must be 0 or more")
     if grad_average < 1:
         raise InputError(f"grad_average is {grad_average}; it must be 1 or more")
     # float64: a token count above 2^24 is no float32 integer

@@ -26,7 +26,7 @@ def one_rank_errs(rank: int, how: str) -> None:
     try:
         # a rank that is killed right after it may leave others in here
         batch = context.shard(tensors, cu_seqlens=torch.tensor([0, 40]))
-        q, k, v = (batch[name] for name in "qkv")
+        q, k, v = (batch[name].requires_grad_() for name in "qkv")
         began = time.monotonic()
         if rank == 1 and how == "dtype":
             q, k, v = q.float(), k.float(), v.float()
@@ -98,10 +98,11 @@ def different_calls(rank: int, how: str) -> None:
         if how == "dtype" and rank == 3:
             q, k, v = q.float(), k.float(), v.float()
         window = (4, 0) if how == "window" and rank == 3 else (-1, -1)
+        q.requires_grad_(how == "gradients" and rank != 3)
         hexiseq_attention(q, k, v, context, batch.layout, causal=True, window_size=window)
 
 
-@pytest.mark.parametrize("how", ["dtype", "window"])
+@pytest.mark.parametrize("how", ["dtype", "window", "gradients"])
 def test_ranks_that_call_attention_differently_agree_that_they_do(pool: Pool, how: str) -> None:
     kind, text = same_error(pool.outcomes(different_calls, how))
     assert kind == "InputError"

@@ -108,6 +108,7 @@ def refused(rank: int) -> list[str]:
         (torch.zeros(()), 1, 0),
         (torch.zeros(()), torch.ones(1), 5),
         (torch.zeros((), dtype=torch.int64), 1, 5),
+        (torch.zeros(()), -3, 5),
     ]
     for loss, tokens, average in wrong:
         with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
@@ -125,4 +126,5 @@ def test_wrong_arguments_are_named(pool: Pool) -> None:
         "grad_average is 0; it must be 1 or more",
         "num_tokens has shape (1,); pass a scalar",
         "loss_sum is torch.int64; it must be a floating dtype",
+        "num_tokens is -3; it must be 0 or more",
     ]

@@ -10,7 +10,8 @@ import torch
 from pool import TIMEOUT, Pool
 
 from hexiseq_triton.context import init
-from hexiseq_triton.errors import HexiSeqError
+from hexiseq_triton.errors import HexiSeqError, InputError
+from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Plan, Split
 
 PLAN = Plan.from_splits(
@@ -177,7 +178,6 @@ BAD_BATCHES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("message", BAD_BATCHES)
 def test_a_malformed_batch_is_named(message: str) -> None:
-    from hexiseq_triton.errors import InputError
     from hexiseq_triton.shard import _as_stream
 
     with pytest.raises(InputError, match=message):
@@ -254,3 +254,12 @@ def unshard_by_another_context(rank: int) -> str:
 def test_a_layout_of_another_context_is_refused(pool: Pool) -> None:
     for said in pool.run(unshard_by_another_context):
         assert "the layout belongs to another context" in said
+
+
+@pytest.mark.parametrize(
+    ("rank", "lengths", "message"),
+    [(0, [29, -5], "a document has -5 tokens"), (5, [24], "rank is 5; the plan has 5")],
+)
+def test_a_layout_that_cannot_be_is_refused(rank: int, lengths: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        BatchLayout(PLAN, rank, lengths)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hexiseq_triton.batches import Batch, Exchange, PoolRows
 from hexiseq_triton.channel import Channel, Mark, Message, Pending
 from hexiseq_triton.heads import KV
 from hexiseq_triton.layout import BatchLayout
+from hexiseq_triton.rounds import Exchange, PlacedRound, PoolRows
 from hexiseq_triton.segments import Mask, RowRange
 
 _MOST_MESSAGES = 4
@@ -101,7 +101,7 @@ class Arrivals:
 
     def __init__(self, channel: Channel, exchange: Exchange, kv: KV) -> None:
         self._channel = channel
-        self._batches = deque(exchange.batches)
+        self._rounds = deque(exchange.rounds)
         self._kv = kv
         like = next(iter(kv.values())) if kv else None
         self.pools: KV = {} if like is None else new_pools(exchange.arrival_rows, like, like.dtype)
@@ -115,22 +115,22 @@ class Arrivals:
         """Wait for the next round."""
         self._in_flight.popleft().wait()
 
-    def release(self, batch: Batch) -> None:
+    def release(self, round_: PlacedRound) -> None:
         """Start the round after the next one, which may overwrite what was worked on until now."""
-        if batch.arrivals:
+        if round_.arrivals:
             self._halves.give_back(self._channel.mark())
         self._start()
 
     def _start(self) -> None:
-        if not self._batches:
+        if not self._rounds:
             return
-        batch = self._batches.popleft()
+        round_ = self._rounds.popleft()
         sends: list[Message] = []
         receives: list[Message] = []
-        with self._channel.issuing(self._halves.take() if batch.arrivals else self._ready):
-            for item, _ in batch.departures:
+        with self._channel.issuing(self._halves.take() if round_.arrivals else self._ready):
+            for item, _ in round_.departures:
                 sends += [(item.receiver, run) for run in _runs(self._kv[item.kv_heads], item.rows)]
-            for item, rows in batch.arrivals:
+            for item, rows in round_.arrivals:
                 pool = self.pools[item.kv_heads][slice(*rows)]
                 receives += [(item.sender, run) for run in _runs_of_pool(pool, item.rows)]
             what = "the exchange of keys and values"
@@ -161,36 +161,36 @@ class Returns:
         self.partials = new_pools(exchange.arrival_rows, like, state)
         self.returned = new_pools(exchange.return_rows, like, wire)
         self._halves = Halves(channel.mark())
-        self._started: deque[tuple[Batch, Pending]] = deque()
+        self._started: deque[tuple[PlacedRound, Pending]] = deque()
 
     @property
     def in_flight(self) -> int:
         return len(self._started)
 
-    def start(self, batch: Batch) -> None:
+    def start(self, round_: PlacedRound) -> None:
         """Send the partials of a round, each to the owner of its rows; receive those of ours."""
         sends: list[Message] = []
         receives: list[Message] = []
-        for item, rows in batch.arrivals:
+        for item, rows in round_.arrivals:
             partial = self.partials[item.kv_heads][slice(*rows)]
             sends.append((item.sender, partial.to(self._wire)))
-        for item, rows in batch.departures:
+        for item, rows in round_.departures:
             receives.append((item.receiver, self.returned[item.kv_heads][slice(*rows)]))
-        after = [self._halves.take()] if batch.departures else []
-        after += [self._channel.mark()] if batch.arrivals else []
+        after = [self._halves.take()] if round_.departures else []
+        after += [self._channel.mark()] if round_.arrivals else []
         with self._channel.issuing(*after):
             what = "the return of key and value gradients"
-            self._started.append((batch, self._channel.start(sends, receives, what)))
+            self._started.append((round_, self._channel.start(sends, receives, what)))
 
-    def wait(self) -> Batch:
+    def wait(self) -> PlacedRound:
         """Wait for the oldest round that was started, and return it."""
-        batch, pending = self._started.popleft()
+        round_, pending = self._started.popleft()
         pending.wait()
-        return batch
+        return round_
 
-    def release(self, batch: Batch) -> None:
+    def release(self, round_: PlacedRound) -> None:
         """Let what returned in a round be overwritten: it has been added until now."""
-        if batch.departures:
+        if round_.departures:
             self._halves.give_back(self._channel.mark())
 
 

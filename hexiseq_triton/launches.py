@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from hexiseq_triton.batches import Batch
 from hexiseq_triton.kernels import HeadMap
 from hexiseq_triton.kernels.options import Segments
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.rounds import PlacedRound
 from hexiseq_triton.segments import num_tokens
 
 
@@ -56,32 +56,32 @@ class OwnTurns(NamedTuple):
 
 
 def own_turns(
-    batches: Sequence[Batch], layout: BatchLayout, launches: Sequence[Launch]
+    rounds: Sequence[PlacedRound], layout: BatchLayout, launches: Sequence[Launch]
 ) -> OwnTurns:
     """Deal the KV heads of own keys out over the rounds of the backward; see `own_shares`."""
     num_heads = sum(launch.kv_heads.stop for launch in launches)
-    edges = [0, *own_shares(batches, layout, num_heads), num_heads]
+    edges = [0, *own_shares(rounds, layout, num_heads), num_heads]
     first, *during, last = (
         _of_heads(launches, start, stop, layout.plan.q_per_kv) for start, stop in pairwise(edges)
     )
     return OwnTurns(first, during, last)
 
 
-def own_shares(batches: Sequence[Batch], layout: BatchLayout, num_heads: int) -> list[int]:
+def own_shares(rounds: Sequence[PlacedRound], layout: BatchLayout, num_heads: int) -> list[int]:
     """Return how many KV heads of own keys are done before the rounds, and after each of them.
 
     Rounds in which nothing arrives are those in which others pass rows that this rank owns. They
     get their share of its heads, so that it adds what returns when it comes, as the others do. Of
     the rest half comes first and half last.
     """
-    empty = sum(1 for batch in batches if not batch.arrivals)
+    empty = sum(1 for round_ in rounds if not round_.arrivals)
     rows = layout.plan.exchange.window * layout.plan.exchange.chunk_tokens
     share = num_heads * rows / max(1, num_tokens(layout.own_group_segments))
     share = min(share, max(0, num_heads - 1) / max(1, empty))
     done = (num_heads - share * empty) / 2
     counts = [round(done + 0.25)]  # of one head, or of three, the larger part comes first
-    for batch in batches:
-        done += 0.0 if batch.arrivals else share
+    for round_ in rounds:
+        done += 0.0 if round_.arrivals else share
         counts.append(max(counts[-1], round(done + 0.25)))
     return counts
 

@@ -9,13 +9,13 @@ from zlib import crc32
 
 import torch
 
-from hexiseq_triton.batches import Arrival, Exchange, Round, exchange_of
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.peer_places import Places, places_of
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.partition import deal
 from hexiseq_triton.planner.schedule import Transfer, atomic_intervals, intervals_of, transfers
+from hexiseq_triton.rounds import Arrival, Exchange, Round, exchange_of
 from hexiseq_triton.segments import Mask, RowRange, Segment, merge, num_tokens, take
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hexiseq_triton.batches import Exchange, PoolRows
 from hexiseq_triton.planner.heads import HeadRange
 from hexiseq_triton.planner.schedule import Transfer
+from hexiseq_triton.rounds import Exchange, PoolRows
 from hexiseq_triton.segments import RowRange
 
 
@@ -63,15 +63,15 @@ def places_of(rows: Mapping[int, int], exchanges: Mapping[int, Exchange]) -> Pla
     arrived = {
         (number, item): there
         for each in exchanges.values()
-        for number, batch in enumerate(each.batches)
-        for item, there in batch.arrivals
+        for number, round_ in enumerate(each.rounds)
+        for item, there in round_.arrivals
     }
     return Places(keys, partials, arrived, _most_lines(keys), _most_lines(partials))
 
 
 def _leaving(exchange: Exchange, rows: int) -> PoolRows:
     """Return the rows of each interval of which something leaves."""
-    return {item.kv_heads: rows for batch in exchange.batches for item, _ in batch.departures}
+    return {item.kv_heads: rows for round_ in exchange.rounds for item, _ in round_.departures}
 
 
 def _regions(rows: PoolRows) -> Regions:

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 
-from hexiseq_triton.batches import Batch, Exchange
 from hexiseq_triton.channel import Lane, Mark, wait_for
 from hexiseq_triton.exchange import Halves, new_pools
 from hexiseq_triton.heads import KV
@@ -26,6 +25,7 @@ from hexiseq_triton.mapper import Mapper
 from hexiseq_triton.peer_memory import open_peer_memory
 from hexiseq_triton.peer_places import Places, Region
 from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.rounds import Exchange, PlacedRound
 from hexiseq_triton.segments import Mask
 from hexiseq_triton.signals import Count, Signals, counters_obstacle
 
@@ -103,7 +103,7 @@ class PeerRoutes:
         """See `MessageRoutes.returns`."""
         exchange = layout.exchange(mask)
         first = self._rounds + 1
-        self._rounds += len(exchange.batches)
+        self._rounds += len(exchange.rounds)
         return PeerReturns(self, exchange, layout.places(mask), like, state, wire, first)
 
     def close(self) -> None:
@@ -180,12 +180,12 @@ class PeerArrivals:
         call: int,
     ) -> None:
         self._routes, self._places, self._like, self._call = routes, places, like, call
-        self._batches = deque(exchange.batches)
+        self._rounds = deque(exchange.rounds)
         self._waited: set[int] = set()
         self._last_round_with = {
             item.sender: number
-            for number, batch in enumerate(exchange.batches)
-            for item, _ in batch.arrivals
+            for number, round_ in enumerate(exchange.rounds)
+            for item, _ in round_.arrivals
         }  # the last round with something of a rank
         self._number = 0
         self.pools: KV = new_pools(exchange.arrival_rows, like, like.dtype)
@@ -197,7 +197,7 @@ class PeerArrivals:
 
     def _offer(self, exchange: Exchange, kv: KV) -> None:
         """Lay this rank's keys out for those who fetch some."""
-        leaving = [item for batch in exchange.batches for item, _ in batch.departures]
+        leaving = [item for round_ in exchange.rounds for item, _ in round_.departures]
         self._routes.wait_for_takers()
         for interval in sorted({item.kv_heads for item in leaving}):
             region = self._places.keys[self._routes.rank][interval]
@@ -209,23 +209,23 @@ class PeerArrivals:
         """Wait for the next round."""
         wait_for(self._in_flight.popleft())
 
-    def release(self, batch: Batch) -> None:
+    def release(self, round_: PlacedRound) -> None:
         """Start the round after the next one, which may overwrite what was worked on until now."""
-        if batch.arrivals:
+        if round_.arrivals:
             self._halves.give_back(self._routes.keys_lane.mark())
         self._start()
 
     def _start(self) -> None:
-        if not self._batches:
+        if not self._rounds:
             return
-        batch, routes, lane = self._batches.popleft(), self._routes, self._routes.keys_lane
-        senders = sorted({item.sender for item, _ in batch.arrivals})
-        with lane.issuing(*([self._halves.take()] if batch.arrivals else [])):
+        round_, routes, lane = self._rounds.popleft(), self._routes, self._routes.keys_lane
+        senders = sorted({item.sender for item, _ in round_.arrivals})
+        with lane.issuing(*([self._halves.take()] if round_.arrivals else [])):
             for rank in senders:
                 if rank not in self._waited:
                     routes.wait(rank, Count.KEYS_READY, self._call)
                     self._waited.add(rank)
-            for item, rows in batch.arrivals:
+            for item, rows in round_.arrivals:
                 region = self._places.keys[item.sender][item.kv_heads]
                 theirs = routes.keys(item.sender, region, self._like)
                 start = rows[0]
@@ -274,51 +274,51 @@ class PeerReturns:
             self.partials = new_pools(exchange.arrival_rows, like, state)
         self.returned = new_pools(exchange.return_rows, like, wire)
         self._halves = Halves(routes.returns_lane.mark())
-        self._started: deque[tuple[Batch, int, Mark]] = deque()
+        self._started: deque[tuple[PlacedRound, int, Mark]] = deque()
 
     @property
     def in_flight(self) -> int:
         return len(self._started)
 
-    def start(self, batch: Batch) -> None:
+    def start(self, round_: PlacedRound) -> None:
         """Let the owners fetch the partials of a round; fetch those of this rank's keys."""
         routes, count = self._routes, self._first + self._number
         if self.partials is not self._sent:
-            for interval, half in batch.half.items():
+            for interval, half in round_.half.items():
                 self._sent[interval][slice(*half)].copy_(self.partials[interval][slice(*half)])
-        for rank in _owners(batch):
+        for rank in _owners(round_):
             routes.send(rank, Count.PARTIALS_READY, count)
-        others = sorted({item.receiver for item, _ in batch.departures})
-        with routes.returns_lane.issuing(*([self._halves.take()] if batch.departures else [])):
+        others = sorted({item.receiver for item, _ in round_.departures})
+        with routes.returns_lane.issuing(*([self._halves.take()] if round_.departures else [])):
             for rank in others:
                 routes.wait(rank, Count.PARTIALS_READY, count)
-            for item, rows in batch.departures:
+            for item, rows in round_.departures:
                 theirs = self._partial_of(item.receiver, item.kv_heads)
                 there = self._places.arrived[self._number, item]
                 self.returned[item.kv_heads][slice(*rows)].copy_(theirs[slice(*there)])
             for rank in others:
                 routes.send(rank, Count.PARTIALS_TAKEN, count)
-            self._started.append((batch, count, routes.returns_lane.mark()))
+            self._started.append((round_, count, routes.returns_lane.mark()))
         self._number += 1
 
     def _partial_of(self, rank: int, interval: HeadRange) -> torch.Tensor:
         region = self._places.partials[rank][interval]
         return self._routes.partials(rank, region, self._head_dim, self._wire)
 
-    def wait(self) -> Batch:
+    def wait(self) -> PlacedRound:
         """Wait for the oldest round that was started, and return it."""
-        batch, count, mark = self._started.popleft()
+        round_, count, mark = self._started.popleft()
         wait_for(mark)
-        for rank in _owners(batch):
+        for rank in _owners(round_):
             self._routes.wait(rank, Count.PARTIALS_TAKEN, count)
-        return batch
+        return round_
 
-    def release(self, batch: Batch) -> None:
+    def release(self, round_: PlacedRound) -> None:
         """Let what returned in a round be overwritten: it has been added until now."""
-        if batch.departures:
+        if round_.departures:
             self._halves.give_back(self._routes.returns_lane.mark())
 
 
-def _owners(batch: Batch) -> list[int]:
+def _owners(round_: PlacedRound) -> list[int]:
     """Return whose keys arrived in a round."""
-    return sorted({item.sender for item, _ in batch.arrivals})
+    return sorted({item.sender for item, _ in round_.arrivals})

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from hexiseq_triton.batches import Batch
 from hexiseq_triton.exchange import MessageRoutes, Returns
 from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import (
@@ -30,6 +29,7 @@ from hexiseq_triton.launches import Launch, own_turns
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.peer_routes import PeerReturns, PeerRoutes
 from hexiseq_triton.planner.heads import HeadRange
+from hexiseq_triton.rounds import PlacedRound
 from hexiseq_triton.timeline import Timeline
 
 
@@ -85,7 +85,7 @@ class Ring:
     @property
     def exchanges(self) -> bool:
         """Whether keys come or go: gradients of keys are then sums over ranks."""
-        return bool(self._exchange.batches)
+        return bool(self._exchange.rounds)
 
     def forward(
         self, q: torch.Tensor, out: torch.Tensor, sink: torch.Tensor | None = None
@@ -96,13 +96,13 @@ class Ring:
         """
         state = state_dtype(q.dtype)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=state, device=q.device)
-        last = self._last_batches()
-        alone = all(batch is None for batch in last.values())  # nothing arrives: no state to carry
+        last = self._last_rounds()
+        alone = not any(last.values())  # nothing arrives: no state to carry
         o = None if alone else torch.empty(q.shape, dtype=state, device=q.device)
-        for batch in (None, *self._exchange.batches):
-            in_flight = not alone and batch is not self._exchange.batches[-1]
-            for launch in self._own() if batch is None else self._arrived(batch):
-                heads, is_last = launch.q_heads, last[launch.interval] is batch
+        for round_ in (None, *self._exchange.rounds):
+            in_flight = not alone and round_ is not self._exchange.rounds[-1]
+            for launch in self._own() if round_ is None else self._arrived(round_):
+                heads, is_last = launch.q_heads, last[launch.interval] is round_
                 with self._timeline.span("attention"):
                     attention_forward(
                         q[:, heads],
@@ -114,20 +114,20 @@ class Ring:
                         launch.segments,
                         launch.heads,
                         self._options,
-                        first=batch is None,
+                        first=round_ is None,
                         out=out[:, heads] if is_last else None,
                         sink=sink[heads] if is_last and sink is not None else None,
                         sm_margin=self._sm_margin if in_flight else 0,
                     )
-            if batch:
-                self._arrivals.release(batch)
+            if round_:
+                self._arrivals.release(round_)
         return lse
 
-    def _last_batches(self) -> dict[HeadRange, Batch | None]:
-        """Return the batch in which each interval's last keys arrive; None for its own keys."""
-        last: dict[HeadRange, Batch | None] = dict.fromkeys(self._kv)
-        for batch in self._exchange.batches:
-            last |= dict.fromkeys(batch.launches, batch)
+    def _last_rounds(self) -> dict[HeadRange, PlacedRound | None]:
+        """Return the round in which each interval's last keys arrive; None for its own keys."""
+        last: dict[HeadRange, PlacedRound | None] = dict.fromkeys(self._kv)
+        for round_ in self._exchange.rounds:
+            last |= dict.fromkeys(round_.launches, round_)
         return last
 
     def backward(
@@ -155,7 +155,7 @@ class Ring:
             for launch in launches:
                 self._run_backward(launch, gradients, dkv[launch.interval], accumulate=False)
             return dq
-        turns = own_turns(self._exchange.batches, self._layout, launches)
+        turns = own_turns(self._exchange.rounds, self._layout, launches)
         for launch in chain(*turns.during, turns.last):  # which find something to add to
             dq[:, launch.q_heads] = 0.0
             dkv[launch.interval][:, :, launch.kv_heads] = 0.0
@@ -163,16 +163,16 @@ class Ring:
             self._run_backward(launch, gradients, dkv[launch.interval], accumulate=False)
         assert self._wire is not None
         returns = self._routes.returns(self._layout, self._options.mask, q, lse.dtype, self._wire)
-        for batch, own in zip(self._exchange.batches, turns.during, strict=True):
-            for launch in self._arrived(batch):
+        for round_, own in zip(self._exchange.rounds, turns.during, strict=True):
+            for launch in self._arrived(round_):
                 partial = returns.partials[launch.interval]
-                partial[slice(*batch.half[launch.interval])] = 0.0
+                partial[slice(*round_.half[launch.interval])] = 0.0
                 self._run_backward(launch, gradients, partial, accumulate=True)
-            returns.start(batch)
-            self._arrivals.release(batch)
+            returns.start(round_)
+            self._arrivals.release(round_)
             for launch in own:
                 self._run_backward(launch, gradients, dkv[launch.interval], accumulate=True)
-            if returns.in_flight > 1:  # the next batch takes the pool half of the one before
+            if returns.in_flight > 1:  # the next round takes the pool half of the one before
                 self._add_returned(dkv, returns)
         for launch in turns.last:
             self._run_backward(launch, gradients, dkv[launch.interval], accumulate=True)
@@ -205,10 +205,10 @@ class Ring:
 
     def _add_returned(self, dkv: KV, returns: Returns | PeerReturns) -> None:
         with self._timeline.span("wait for gradients"):
-            batch = returns.wait()
-        for interval, pieces in batch.returns.items():
+            round_ = returns.wait()
+        for interval, pieces in round_.returns.items():
             add_partials(dkv[interval], returns.returned[interval], pieces)
-        returns.release(batch)
+        returns.release(round_)
 
     # ---------------------------------------------------------------- launches
 
@@ -216,13 +216,13 @@ class Ring:
         segments = self._layout.own_group_segments
         return [self._launch(interval, kv, segments) for interval, kv in self._kv.items()]
 
-    def _arrived(self, batch: Batch) -> list[Launch]:
-        """Wait for a batch, and return what is to be launched on it."""
+    def _arrived(self, round_: PlacedRound) -> list[Launch]:
+        """Wait for a round, and return what is to be launched on it."""
         with self._timeline.span("wait for keys"):
             self._arrivals.wait()
         return [
             self._launch(interval, self._arrivals.pools[interval], segments)
-            for interval, segments in batch.launches.items()
+            for interval, segments in round_.launches.items()
         ]
 
     def _launch(self, interval: HeadRange, kv: torch.Tensor, segments: Segments) -> Launch:

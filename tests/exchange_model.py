@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hexiseq_triton.batches import Batch
 from hexiseq_triton.launches import own_shares
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.planner.schedule import Transfer
+from hexiseq_triton.rounds import PlacedRound
 from hexiseq_triton.segments import CAUSAL, visible_pairs
 
 
@@ -23,7 +23,7 @@ class _Rank:
 
     def __init__(self, plan: Plan, rank: int, backward: bool) -> None:
         self.layout = BatchLayout(plan, rank, (plan.seq_len,))
-        self.batches = self.layout.exchange(CAUSAL).batches
+        self.rounds = self.layout.exchange(CAUSAL).rounds
         own = self.layout.own_group_segments
         pairs = [visible_pairs(own, own, CAUSAL)] + [
             sum(visible_pairs(own, a.segments, CAUSAL) for a in step.arrivals)
@@ -31,10 +31,10 @@ class _Rank:
         ]
         own_work, *self.work = [count / sum(pairs) for count in pairs]
         heads = self.layout.share.num_kv_heads
-        shares = own_shares(self.batches, self.layout, heads) if backward else [heads, heads]
-        shares += [heads] * (len(self.batches) + 2 - len(shares))
+        shares = own_shares(self.rounds, self.layout, heads) if backward else [heads, heads]
+        shares += [heads] * (len(self.rounds) + 2 - len(shares))
         parts = [(b - a) / heads * own_work for a, b in zip([0, *shares], shares, strict=False)]
-        self.first, *self.during, self.last = parts[: len(self.batches) + 2]
+        self.first, *self.during, self.last = parts[: len(self.rounds) + 2]
         self.computed = self.first
         self.sent = 0.0
         self.free = {"keys": [0.0, 0.0], "returns": [0.0, 0.0]}
@@ -49,8 +49,8 @@ def finish_time(plan: Plan, busiest_port: float, *, backward: bool) -> float:
         backward: keys travel once and partial gradients, in twice the bytes, back.
     """
     ranks = {share.rank: _Rank(plan, share.rank, backward) for share in plan.shares}
-    num_rounds = len(ranks[0].batches)
-    rows = max(_rows(rank.batches, end) for rank in ranks.values() for end in (0, 1))
+    num_rounds = len(ranks[0].rounds)
+    rows = max(_rows(rank.rounds, end) for rank in ranks.values() for end in (0, 1))
     pace = busiest_port / rows / (3 if backward else 1)
     arrived = [{} for _ in range(num_rounds)]  # type: list[dict[int, float]]
     returned = [{} for _ in range(num_rounds)]  # type: list[dict[int, float]]
@@ -58,7 +58,7 @@ def finish_time(plan: Plan, busiest_port: float, *, backward: bool) -> float:
     def keys(b: int) -> None:
         if b < num_rounds:
             begins = {
-                number: rank.free["keys"].pop(0) if rank.batches[b].arrivals else 0.0
+                number: rank.free["keys"].pop(0) if rank.rounds[b].arrivals else 0.0
                 for number, rank in ranks.items()
             }
             arrived[b] = _travel(ranks, b, begins, pace, back=False)
@@ -69,10 +69,10 @@ def finish_time(plan: Plan, busiest_port: float, *, backward: bool) -> float:
         begins = {}
         for number, rank in ranks.items():
             rank.computed = max(rank.computed, arrived[b][number]) + rank.work[b]
-            begins[number] = rank.computed if rank.batches[b].arrivals else 0.0
-            if rank.batches[b].arrivals:
+            begins[number] = rank.computed if rank.rounds[b].arrivals else 0.0
+            if rank.rounds[b].arrivals:
                 rank.free["keys"].append(rank.computed)
-            if backward and rank.batches[b].departures:
+            if backward and rank.rounds[b].departures:
                 begins[number] = max(begins[number], rank.free["returns"].pop(0))
         if backward:
             returned[b] = _travel(ranks, b, begins, 2 * pace, back=True)
@@ -90,7 +90,7 @@ def finish_time(plan: Plan, busiest_port: float, *, backward: bool) -> float:
 
 def _add(rank: _Rank, b: int, returned: float) -> None:
     rank.computed = max(rank.computed, returned)
-    if rank.batches[b].departures:
+    if rank.rounds[b].departures:
         rank.free["returns"].append(rank.computed)
 
 
@@ -100,19 +100,19 @@ def _travel(
     """Let all transfers of a round travel; return when each rank's are over."""
     ready = {number: max(rank.sent, begins[number]) for number, rank in ranks.items()}
     items = {
-        n: [*_items(rank.batches[b], 0), *_items(rank.batches[b], 1)] for n, rank in ranks.items()
+        n: [*_items(rank.rounds[b], 0), *_items(rank.rounds[b], 1)] for n, rank in ranks.items()
     }
     for number, rank in ranks.items():
         if items[number]:
             ends = {end for item in items[number] for end in (item.sender, item.receiver)}
-            load = max(sum(x.num_rows for x in _items(rank.batches[b], end)) for end in (0, 1))
+            load = max(sum(x.num_rows for x in _items(rank.rounds[b], end)) for end in (0, 1))
             rank.sent = max(ready[end] for end in ends) + load * pace
     return {number: rank.sent if items[number] else 0.0 for number, rank in ranks.items()}
 
 
-def _items(batch: Batch, end: int) -> list[Transfer]:
-    return [placed.item for placed in (batch.arrivals if end else batch.departures)]
+def _items(round_: PlacedRound, end: int) -> list[Transfer]:
+    return [placed.item for placed in (round_.arrivals if end else round_.departures)]
 
 
-def _rows(batches: Sequence[Batch], end: int) -> int:
-    return sum(item.num_rows for batch in batches for item in _items(batch, end))
+def _rows(rounds: Sequence[PlacedRound], end: int) -> int:
+    return sum(item.num_rows for round_ in rounds for item in _items(round_, end))

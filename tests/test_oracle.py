@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, seed, settings
 from pool import TIMEOUT, Pool
 
 from hexiseq_triton.attention import hexiseq_attention
-from hexiseq_triton.batches import Batch, Round
 from hexiseq_triton.context import init
 from hexiseq_triton.errors import HexiSeqError
 from hexiseq_triton.exchange import Returns
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.module import HexiSeqAttention
 from hexiseq_triton.planner import ExchangePlan, Plan, Split
+from hexiseq_triton.rounds import PlacedRound, Round
 from hexiseq_triton.segments import Mask
 
 TOLERANCE = 1e-10
@@ -233,12 +233,12 @@ def with_one_partial_dropped(*args: Any) -> dict[str, float]:
     original = Returns.wait
     dropped = []
 
-    def forgetful(self: Returns) -> Batch:
-        batch = original(self)
-        if batch.returns and not dropped:
-            dropped.append(batch)
-            batch = replace(batch, returns={})
-        return batch
+    def forgetful(self: Returns) -> PlacedRound:
+        round_ = original(self)
+        if round_.returns and not dropped:
+            dropped.append(round_)
+            round_ = replace(round_, returns={})
+        return round_
 
     with mock.patch.object(Returns, "wait", forgetful):
         return largest_errors(*args)

@@ -220,8 +220,8 @@ def test_all_ranks_know_the_same_places_which_do_not_overlap(case: Case) -> None
             assert flat == sorted(flat)
             assert max(flat, default=0) <= most
     for rank, layout in layouts.items():
-        for number, batch in enumerate(layout.exchange(CAUSAL).batches):
-            for item, rows in batch.arrivals:
+        for number, round_ in enumerate(layout.exchange(CAUSAL).rounds):
+            for item, rows in round_.arrivals:
                 assert first.arrived[number, item] == rows
                 assert first.keys[item.sender][item.kv_heads].rows >= max(b for _, b in item.rows)
                 assert first.partials[rank][item.kv_heads].rows >= rows[1]

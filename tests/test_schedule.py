@@ -10,7 +10,6 @@ from drawn_plans import Case, cases
 from exchange_model import finish_time
 from hypothesis import given
 
-from hexiseq_triton.batches import Round
 from hexiseq_triton.layout import BatchLayout
 from hexiseq_triton.planner import ExchangePlan, Plan, Split
 from hexiseq_triton.planner.heads import HeadRange
@@ -22,6 +21,7 @@ from hexiseq_triton.planner.schedule import (
     radical_inverse,
     transfers,
 )
+from hexiseq_triton.rounds import Round
 from hexiseq_triton.segments import CAUSAL, FULL, Mask, visible_rows
 
 

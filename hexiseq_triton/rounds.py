@@ -47,7 +47,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Batch:
+class PlacedRound:
     """A round with its place in the pools.
 
     Attributes:
@@ -69,7 +69,7 @@ class Batch:
 class Exchange:
     """All rounds of one attention call, and the size of the pools they share."""
 
-    batches: tuple[Batch, ...]
+    rounds: tuple[PlacedRound, ...]
     arrival_rows: PoolRows
     return_rows: PoolRows
 
@@ -78,8 +78,8 @@ def exchange_of(rounds: Sequence[Round]) -> Exchange:
     """Return a rank's rounds, placed."""
     arriving = _Halves([[arrival.item for arrival in step.arrivals] for step in rounds])
     returning = _Halves([step.departures for step in rounds])
-    batches = tuple(_batch(step, arriving, returning) for step in rounds)
-    return Exchange(batches, arriving.pool_rows, returning.pool_rows)
+    placed_rounds = tuple(_placed(step, arriving, returning) for step in rounds)
+    return Exchange(placed_rounds, arriving.pool_rows, returning.pool_rows)
 
 
 class _Halves:
@@ -118,7 +118,7 @@ def _most_rows(rounds: Iterable[Sequence[Transfer]]) -> PoolRows:
     return dict(most)
 
 
-def _batch(step: Round, arriving: _Halves, returning: _Halves) -> Batch:
+def _placed(step: Round, arriving: _Halves, returning: _Halves) -> PlacedRound:
     departures = returning.place(step.departures)
     arrivals = arriving.place([arrival.item for arrival in step.arrivals])
     launches: dict[HeadRange, tuple[PlacedSegment, ...]] = defaultdict(tuple)
@@ -130,4 +130,4 @@ def _batch(step: Round, arriving: _Halves, returning: _Halves) -> Batch:
     for item, rows in departures:
         partials[item.kv_heads].append((item.rows, rows[0]))
     returns = {interval: pieces_of(found) for interval, found in partials.items()}
-    return Batch(departures, arrivals, dict(launches), half, returns)
+    return PlacedRound(departures, arrivals, dict(launches), half, returns)

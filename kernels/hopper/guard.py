@@ -3,7 +3,8 @@
 They lean on details of one compiler: a newer one may be right and yet slow. So they run with the
 Triton versions below, and only while a compiled kernel keeps its registers; else the portable
 kernels run, and the log says why, once. With HEXISEQ_HOPPER=0 in the environment they never run;
-HEXISEQ_HOPPER=exact is for those who want the accuracy of exact row maxima.
+HEXISEQ_HOPPER=exact is for those who want the accuracy of exact row maxima. Set it before the first
+call: what launches look like is remembered.
 """
 
 from __future__ import annotations

@@ -96,15 +96,16 @@ def hexiseq_attention(
         )  # fmt: skip  # one opaque operation: the compiler does not stop
         assert isinstance(alone, torch.Tensor)
         return alone.view(q.shape)
-    return _attend(
+    out: torch.Tensor = _attend(
         q, k, v, context, layout,
         softmax_scale, causal, window_size, softcap, rope, learnable_sink,
         deterministic, reduce_dtype, dropout_p, alibi_slopes,
     )  # fmt: skip
+    return out
 
 
 # a compiler that looked inside would compile the exchange anew for each batch's lengths
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import ParamSpec, TypeVar, cast
+from typing import TypeVar
 
 MOST_KEPT = 512
 """Launches that each kernel keeps, and tile maps."""
 MOST_BYTES = 256 << 20
 """Of all tables."""
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _forget: list[Callable[[], None]] = []
 _num_bytes = 0
 
 
-def kept(make: Callable[_P, _T]) -> Callable[_P, _T]:
+def kept(make: Callable[..., _T]) -> Callable[..., _T]:
     """Keep what a function returns, for the same arguments, while there is room."""
     cached = lru_cache(maxsize=MOST_KEPT)(make)
     _forget.append(cached.cache_clear)
-    return cast(Callable[_P, _T], cached)
+    return cached
 
 
 def count_table(num_bytes: int) -> None:

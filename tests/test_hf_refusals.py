@@ -147,8 +147,8 @@ def refused_model(rank: int, name: str | None) -> str:
         if name is not None:
             model.set_attn_implementation("hexiseq")
     with init(PLANS["uneven"], device="cpu", timeout=TIMEOUT) as context:
-        batch = hf.shard(context, stream(LENGTHS[2], 0))
         try:
+            batch = hf.shard(context, stream(LENGTHS[2], 0))
             logits = model(**batch.inputs).logits
             if context.replica is not None or not batch._calls.attended:
                 batch.token_mean(logits, grad_average=1)

@@ -7,11 +7,12 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from hexiseq_triton.commands.compare import compare_command
 from hexiseq_triton.commands.doctor import doctor_command
 from hexiseq_triton.commands.files import gpus_command, import_app, schema_command
+from hexiseq_triton.commands.options import check_written
 from hexiseq_triton.commands.plan import plan_command
 from hexiseq_triton.commands.profile import profile_command
 from hexiseq_triton.commands.reproduce import reproduce_command
@@ -39,15 +40,28 @@ class _Commands(TyperGroup):
         except BrokenPipeError:  # who reads the output has seen enough
             raise
         except (HexiSeqError, OSError) as error:  # a full disk, or a folder that may not be written
-            print(f"hexiseq: {error}", file=sys.stderr)
+            _tell(str(error))
             raise typer.Exit(2) from error
         except typer.Exit:
             raise
         except (Exception, KeyboardInterrupt) as error:
             if not _interrupted(error):
                 raise
-            print("hexiseq: interrupted", file=sys.stderr)
+            _tell("interrupted")
             raise typer.Exit(INTERRUPTED) from error
+
+
+class _Command(TyperCommand):
+    """A subcommand that overwrites none of the files it reads."""
+
+    def invoke(self, ctx: Any) -> Any:
+        check_written(ctx)
+        return super().invoke(ctx)
+
+
+def _tell(text: str) -> None:
+    """Write a line to stderr in one piece: several ranks may have something to say at once."""
+    sys.stderr.write(f"hexiseq: {text}\n")
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -76,17 +90,17 @@ def hexiseq(
     """Plan and train on very long sequences over mixed GPUs."""
 
 
-app.command("plan")(plan_command)
-app.command("simulate")(simulate_command)
-app.command("reproduce")(reproduce_command)
-app.command("whatif")(whatif_command)
-app.command("profile")(profile_command)
-app.command("doctor")(doctor_command)
-app.command("train")(train_command)
-app.command("compare")(compare_command)
-app.command("launch")(launch_command)
-app.command("demo")(demo_command)
-app.command("tune")(tune_command)
-app.command("gpus")(gpus_command)
-app.command("schema")(schema_command)
+app.command("plan", cls=_Command)(plan_command)
+app.command("simulate", cls=_Command)(simulate_command)
+app.command("reproduce", cls=_Command)(reproduce_command)
+app.command("whatif", cls=_Command)(whatif_command)
+app.command("profile", cls=_Command)(profile_command)
+app.command("doctor", cls=_Command)(doctor_command)
+app.command("train", cls=_Command)(train_command)
+app.command("compare", cls=_Command)(compare_command)
+app.command("launch", cls=_Command)(launch_command)
+app.command("demo", cls=_Command)(demo_command)
+app.command("tune", cls=_Command)(tune_command)
+app.command("gpus", cls=_Command)(gpus_command)
+app.command("schema", cls=_Command)(schema_command)
 app.add_typer(import_app, name="import", cls=_Commands)

@@ -32,6 +32,7 @@ from hexiseq_triton.planner import Plan
 from hexiseq_triton.shard import LocalBatch, shard, unshard
 from hexiseq_triton.slow_start import told_if_slow
 from hexiseq_triton.timeline import Timeline
+from hexiseq_triton.wording import counted
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 SM_MARGIN = 8
@@ -64,7 +65,7 @@ def init(
             use each other's memory where they can; False sends all by NCCL.
 
     Raises:
-        ConfigError: if this host has no such device.
+        ConfigError: if this host has no such device, or torchrun did not start this process.
         PlanError: the same on every rank, if ranks hold different plans, the world has another
             size, a file is wrong on any rank, or the devices are not those of the plan.
         PeerError: if a rank does not come.
@@ -130,8 +131,9 @@ def _agree_on_plan(
     assert loaded is not None
     if loaded.world_size != len(world):
         raise PlanError(
-            f"the plan is for {loaded.world_size} ranks; {len(world)} processes run. Start as many "
-            "(see `hexiseq launch`) or make a plan for them"
+            f"the plan is for {counted(loaded.world_size, 'rank')}; {len(world)} "
+            f"{'process runs' if len(world) == 1 else 'processes run'}. Start as many (see "
+            "`hexiseq launch`) or make a plan for them"
         )
     found = [DeviceReport.from_json(report) for report in reports]
     return loaded, place(loaded, found, remap=remap)

@@ -17,9 +17,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hexiseq_triton.errors import ConfigError, PeerError
+
 DUMP_MILLISECONDS = 500
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The name, and that of earlier versions of PyTorch, which works too."""
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells each process: which it is, and where it meets the others."""
 
 
 def settle_environment() -> None:
@@ -30,10 +35,41 @@ def settle_environment() -> None:
 
 
 def start_world(device: torch.device, timeout: timedelta) -> None:
-    """Let the processes that torchrun started meet: over NCCL with a GPU, else over gloo."""
+    """Let the processes that torchrun started meet: over NCCL with a GPU, else over gloo.
+
+    Raises:
+        ConfigError: if torchrun did not start this process.
+        PeerError: if the processes do not all meet.
+    """
+    check_started_by_torchrun("script.py")
     settle_environment()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        rank, size, address, port = (os.environ[name] for name in _RENDEZVOUS)
+        why = str(error).splitlines()[0].rstrip(".")
+        raise PeerError(
+            f"rank {rank}: the {size} processes did not meet at {address}:{port} (timeout "
+            f"{timeout.total_seconds():g} s): {why}. Start all of them, with an address that every "
+            "host reaches and a free port"
+        ) from error
+
+
+def check_started_by_torchrun(program: str, how: str = "") -> None:
+    """Raise a ConfigError that says how to start, unless torchrun started this process.
+
+    Args:
+        program: what torchrun should start, as it is typed after its options.
+        how: told in place of a torchrun line.
+    """
+    missing = [name for name in _RENDEZVOUS if name not in os.environ]
+    if missing and not dist.is_initialized():
+        how = how or f"on one host of four GPUs:\n  torchrun --nproc-per-node 4 {program}"
+        raise ConfigError(
+            f"the environment lacks {', '.join(missing)}, which torchrun sets: this runs under "
+            f"torchrun, one process a GPU; {how}"
+        )

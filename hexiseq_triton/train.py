@@ -89,6 +89,7 @@ def train(
     """
     if not isinstance(config, TrainingConfig):
         config = TrainingConfig.load(config)
+    cluster_file = "cluster.yaml" if isinstance(cluster, Cluster | None) else cluster
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = Cluster.load(cluster)
     settle_environment()  # an emulation uses the GPU before `init`
@@ -107,7 +108,8 @@ def train(
         left = config.steps - training.steps_done
         forecast = Forecast.of(context.plan, cluster, spec)
         observer = Observer(context, forecast, left, training.steps_done, label)
-        return training.run(observer, trace)
+        measure = profile_command(context.plan.world_size, config.model, cluster_file, emulation)
+        return training.run(observer, trace, measure)
 
 
 def _rank_and_world() -> tuple[int, int]:
@@ -181,13 +183,14 @@ class Training:
             )
 
     def run(
-        self, observer: Observer | None = None, trace: str | Path | None = None
+        self, observer: Observer | None = None, trace: str | Path | None = None, measure: str = ""
     ) -> list[StepMetrics]:
         """Take the steps that are left; return their metrics.
 
         Args:
             observer: watches some of them; what it saw is printed and written.
             trace: write what it saw here too, as a Chrome trace.
+            measure: the command that measures the cluster, told where the prediction was far off.
         """
         self.observer = observer
         done: list[StepMetrics] = []
@@ -198,7 +201,7 @@ class Training:
                 done.append(self.step())
                 if report is not None:
                     report.write(done[-1])
-                self._look_back(trace)
+                self._look_back(trace, measure)
                 every = self.config.checkpoint_every
                 last = self.steps_done == self.config.steps
                 if every and (last or self.steps_done % every == 0):
@@ -212,7 +215,7 @@ class Training:
         label = "" if self.observer is None else self.observer.emulated
         return Report(path, start=self.steps_done, steps=self.config.steps, emulated=label)
 
-    def _look_back(self, trace: str | Path | None) -> None:
+    def _look_back(self, trace: str | Path | None, measure: str) -> None:
         """After the last observed step, print and write what was seen."""
         found = None if self.observer is None else self.observer.after(self.steps_done)
         if found is None:
@@ -221,7 +224,7 @@ class Training:
         run.save(Path(self.config.out) / TIMELINE)
         if trace is not None:
             save_trace(trace, run, spans)
-        print_recorded(run, terminal(), profile_command(run.world_size))
+        print_recorded(run, terminal(), measure)
 
     def step(self) -> StepMetrics:
         """Take one optimizer step."""

@@ -64,7 +64,7 @@ def test_healthy_processes_have_no_problem(pool: Pool) -> None:
     [
         (
             {"versions": WELL.versions | {"torch": "2.10.0"}},
-            "torch differs: 2.11.0 on ranks 0; 2.10.0 on ranks 1. Install the same on every host",
+            "torch differs: 2.11.0 on rank 0; 2.10.0 on rank 1. Install the same on every host",
         ),
         (
             {"smoke": {0: "3 of 1048576 bytes arrived wrong"}},

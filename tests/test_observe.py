@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +117,30 @@ def test_slow_links_change_no_loss_and_are_named_in_every_file(
     assert processes[2] == "rank 2 (emulated: links of 0.001 GB/s)"
 
 
+def told(rank: int, config: TrainingConfig, cluster: Path, emulation: Emulation) -> str:
+    """Worker: what is printed of a run."""
+    with redirect_stdout(io.StringIO()) as printed:
+        train(PLAN, config, "cpu", cluster=cluster, emulation=emulation)
+    return printed.getvalue()
+
+
+def test_a_prediction_that_is_off_ends_in_the_command_that_measures_this_run_s_model_again(
+    pool: Pool, config: TrainingConfig, tmp_path: Path
+) -> None:
+    cluster = tmp_path / "measured clusters.yaml"
+    content = json.loads(json.dumps(CLUSTER))
+    content["gpus"]["slow"]["dense_tflops"] = 1e-6  # computing cannot be as predicted
+    cluster.write_text(json.dumps(content), encoding="utf-8")
+    emulation = Emulation(link_gb_per_s=(1.0, 1.0, 0.5, 1.0, 1.0))
+
+    text = pool.run(told, config, cluster, emulation)[0]
+
+    assert (
+        "plan anew: torchrun --nproc-per-node 5 --no-python hexiseq profile "
+        f"--model {config.model} --out '{cluster}' --emulate-link-gb-per-s 1,1,0.5,1,1\n"
+    ) in text
+
+
 def delayed(rank: int, gb_per_s: float) -> float:
     """Worker: seconds of one exchange of 100,000 bytes among neighbours over a slow link."""
     ring = Plan.from_splits([Split((1,), (1,))] * 5)
@@ -151,7 +177,9 @@ def test_what_cannot_be_emulated_is_refused() -> None:
     with pytest.raises(ConfigError, match="above 0"):
         Emulation.parse(None, "40,0", None)
     assert Emulation.parse(None, None, None) is None
-    assert Emulation.parse("132,44", "80,40.5", None) == Emulation((132, 44), (80.0, 40.5))
+    given = Emulation.parse("132,44", "80,40.5", None)
+    assert given == Emulation((132, 44), (80.0, 40.5))
+    assert given.arguments == ["--emulate-sms", "132,44", "--emulate-memory-gb", "80,40.5"]
 
 
 def compared(rank: int, config: TrainingConfig, plans: list[Plan]) -> list[RecordedRun] | None:
@@ -212,10 +240,14 @@ def test_a_comparison_that_cannot_be_written_is_refused_before_it_trains(
 
 
 @pytest.mark.parametrize("command", ["profile", "doctor", "compare"])
+@pytest.mark.parametrize("rank", [None, "0"])
 def test_outside_torchrun_the_command_to_type_is_shown(
-    command: str, monkeypatch: pytest.MonkeyPatch
+    command: str, rank: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
     given = ["--plan", "p.json", "--config", str(EXAMPLES.parent / "train.yaml")]
     result = CliRunner().invoke(app, [command, *(given if command == "compare" else [])])
 

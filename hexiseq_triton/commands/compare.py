@@ -26,9 +26,9 @@ def compare_command(
 ) -> None:
     """Train a few steps under each plan, under torchrun, and print predicted against measured."""
     from hexiseq_triton.devices import local_device
-    from hexiseq_triton.profiling.world import check_started_by_torchrun
+    from hexiseq_triton.environment import check_started_by_torchrun
 
-    check_started_by_torchrun("compare")
+    check_started_by_torchrun("--no-python hexiseq compare ...")
     from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.planner import Cluster, Plan
     from hexiseq_triton.reports.terminal import print_table, terminal

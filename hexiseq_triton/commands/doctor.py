@@ -19,20 +19,19 @@ def doctor_command() -> None:
     """Check versions, links and kernels of all ranks under torchrun; exit code 1 if anything must
     be fixed."""
     from hexiseq_triton.devices import local_device
-    from hexiseq_triton.profiling.world import check_started_by_torchrun
+    from hexiseq_triton.environment import check_started_by_torchrun
 
-    check_started_by_torchrun("doctor")
+    check_started_by_torchrun("--no-python hexiseq doctor ...")
+    import torch
     import torch.distributed as dist
 
     from hexiseq_triton.doctor.examine import examine
+    from hexiseq_triton.profiling.world import world
 
-    dist.init_process_group("gloo", timeout=TIMEOUT)  # works where NCCL may not
-    try:
+    with world(torch.device("cpu"), TIMEOUT):  # gloo works where NCCL may not
         found = examine(local_device())
         if dist.get_rank() == 0:
             print_diagnosis(found)
-    finally:
-        dist.destroy_process_group()
     if found.problems:
         raise typer.Exit(1)
 
@@ -40,6 +39,7 @@ def doctor_command() -> None:
 def print_diagnosis(found: Diagnosis, console: Console | None = None) -> None:
     """Print the table, then problems and remarks, a line each."""
     from hexiseq_triton.reports.terminal import terminal
+    from hexiseq_triton.wording import counted
 
     console = console or terminal()
     console.print(ranks_table(found))
@@ -49,7 +49,7 @@ def print_diagnosis(found: Diagnosis, console: Console | None = None) -> None:
         for text in texts:
             console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
     if not found.problems:
-        console.print(f"{len(found.reports)} ranks can work together")
+        console.print(f"{counted(len(found.reports), 'rank')} can work together")
 
 
 def ranks_table(found: Diagnosis) -> Table:

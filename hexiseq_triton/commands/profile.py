@@ -37,17 +37,21 @@ def profile_command(
     emulate_memory_gb: EmulateMemory = None,
     emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
-    """Measure every GPU and link under torchrun, within a minute, for `hexiseq plan --cluster`."""
-    from hexiseq_triton.devices import local_device
-    from hexiseq_triton.profiling.world import check_started_by_torchrun, world
+    """Measure every GPU and link under torchrun, in about a minute, for `hexiseq plan --cluster`.
 
-    check_started_by_torchrun("profile")
+    On a CPU a large model takes longer; a rehearsal has `--model tiny`.
+    """
+    from hexiseq_triton.devices import local_device
+    from hexiseq_triton.environment import check_started_by_torchrun
+
+    check_started_by_torchrun("--no-python hexiseq profile ...")
     import torch.distributed as dist
 
     from hexiseq_triton.emulation.emulate import Emulation, emulated
     from hexiseq_triton.planner.models import ModelSpec
     from hexiseq_triton.profiling.cluster_file import cluster_yaml
     from hexiseq_triton.profiling.profile import CPU_SIZES, GPU_SIZES, num_steps, profile
+    from hexiseq_triton.profiling.world import world
 
     emulation = Emulation.parse(emulate_sms, emulate_memory_gb, emulate_link_gb_per_s)
     device = local_device()

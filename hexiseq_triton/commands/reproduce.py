@@ -17,6 +17,7 @@ from hexiseq_triton.planner.reproduction.checks import checks
 from hexiseq_triton.planner.reproduction.experiments import Named, load_experiments
 from hexiseq_triton.reports.plan_tables import print_line
 from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.wording import counted
 
 if TYPE_CHECKING:
     from hexiseq_triton.planner.reproduction.runner import Result
@@ -108,6 +109,6 @@ def _print(named: Sequence[Named], results: Sequence[Result]) -> None:
     older = sum(result.code != code_digest() for result in results)
     if older:
         print_line(
-            f"{older} cells were computed by other planner sources; --fresh does them again",
+            f"{counted(older, 'cell')} computed by other planner sources; --fresh does them again",
             console,
         )

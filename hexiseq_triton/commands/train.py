@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hexiseq_triton.commands.options import file_to_write, folder_to_write
-from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.launch import DEFAULT_PORT, node_commands, sbatch_file
 from hexiseq_triton.planner.plans import Plan
 
@@ -46,11 +44,10 @@ def train_command(
     emulate_link_gb_per_s: EmulateLinks = None,
 ) -> None:
     """Train under a plan; started by torchrun, once a rank (see `hexiseq launch`)."""
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "hexiseq train runs under torchrun, one process a rank; print the command with "
-            f"`hexiseq launch --plan {plan} --config {config} --hosts localhost`"
-        )
+    from hexiseq_triton.environment import check_started_by_torchrun
+
+    launch = f"hexiseq launch --plan {plan} --config {config} --hosts localhost"
+    check_started_by_torchrun("--no-python hexiseq train ...", f"print the command with `{launch}`")
     from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.train import train
 

@@ -225,7 +225,10 @@ def _version_problems(reports: Sequence[RankReport]) -> Iterator[str]:
         for report in reports:
             ranks_of.setdefault(report.versions.get(name, "missing"), []).append(report.rank)
         if len(ranks_of) > 1:
-            held = "; ".join(f"{held} on ranks {_ranks(ranks)}" for held, ranks in ranks_of.items())
+            held = "; ".join(
+                f"{held} on rank{'s' * (len(ranks) > 1)} {_ranks(ranks)}"
+                for held, ranks in ranks_of.items()
+            )
             yield f"{name} differs: {held}. Install the same on every host"
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.wording import counted
 
 if TYPE_CHECKING:
     from hexiseq_triton.context import ParallelContext
@@ -54,20 +55,33 @@ class Emulation:
             _numbers("--emulate-link-gb-per-s", links),
         )
 
+    @property
+    def _options(self) -> list[tuple[str, tuple[float, ...]]]:
+        """The options that were given, with their values."""
+        every = (
+            ("--emulate-sms", self.sms),
+            ("--emulate-memory-gb", self.memory_gb),
+            ("--emulate-link-gb-per-s", self.link_gb_per_s),
+        )
+        return [(option, values) for option, values in every if values is not None]
+
+    @property
+    def arguments(self) -> list[str]:
+        """What to type for it, as `parse` takes it."""
+        texts = ((option, ",".join(f"{v:g}" for v in values)) for option, values in self._options)
+        return [word for pair in texts for word in pair]
+
     def check(self, world_size: int, device: torch.device) -> None:
         """Refuse what doesn't fit the world or the device.
 
         Raises:
             ConfigError: naming the option, what it has, and what fits.
         """
-        for option, values in (
-            ("--emulate-sms", self.sms),
-            ("--emulate-memory-gb", self.memory_gb),
-            ("--emulate-link-gb-per-s", self.link_gb_per_s),
-        ):
-            if values is not None and len(values) != world_size:
+        for option, values in self._options:
+            if len(values) != world_size:
                 raise ConfigError(
-                    f"{option} has {len(values)} values for {world_size} ranks; give one a rank"
+                    f"{option} has {counted(len(values), 'value')} for "
+                    f"{counted(world_size, 'rank')}; give one a rank"
                 )
         if device.type != "cuda" and (self.sms or self.memory_gb):
             raise ConfigError(

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from hexiseq_triton.emulation.emulate import Emulation
 from hexiseq_triton.environment import start_world
-from hexiseq_triton.errors import ConfigError
 
 
-def check_started_by_torchrun(command: str) -> None:
-    """Raise a ConfigError that shows the command to type, unless torchrun started this process."""
-    if "RANK" not in os.environ and not dist.is_initialized():
-        raise ConfigError(
-            f"hexiseq {command} runs under torchrun, one process a GPU; on one host of four GPUs:\n"
-            f"  torchrun --nproc-per-node 4 --no-python hexiseq {command} ..."
-        )
+def profile_command(
+    world_size: int, model: str, out: str | Path, emulation: Emulation | None = None
+) -> str:
+    """Return the command that measures a cluster of one host; of several, add its options.
 
-
-def profile_command(world_size: int) -> str:
-    """Return the command that measures a cluster of one host; of several, add its options."""
-    return f"torchrun --nproc-per-node {world_size} --no-python hexiseq profile --out cluster.yaml"
+    Args:
+        world_size: processes to start.
+        model: what will be trained; rates depend on its width.
+        out: the cluster file.
+        emulation: slow ranks, emulated again.
+    """
+    command = f"torchrun --nproc-per-node {world_size} --no-python hexiseq profile".split()
+    command += ["--model", model, "--out", str(out)]
+    return shlex.join([*command, *(() if emulation is None else emulation.arguments)])
 
 
 @contextmanager

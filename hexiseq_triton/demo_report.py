@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.reports.plan_tables import print_plan
+from hexiseq_triton.wording import counted
 
 if TYPE_CHECKING:
     from hexiseq_triton.demo import Summary
@@ -50,7 +51,7 @@ def print_verdict(summary: Summary, failures: Sequence[str], out: Path) -> None:
         f"largest relative difference: loss {summary.max_relative_loss_difference:.2g}, "
         f"gradient of step 1 {summary.max_relative_gradient_difference:.2g}\n"
         f"the loss fell by {summary.loss_drop:.2f} nats; cuts run through "
-        f"{summary.documents_cut} documents of step 1\n"
+        f"{counted(summary.documents_cut, 'document')} of step 1\n"
         f"{summary.seconds:.0f} s on {summary.device}; open {out / 'loss.png'}, and "
         f"{out / 'trace.json'} in https://ui.perfetto.dev"
     )

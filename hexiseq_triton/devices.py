@@ -13,6 +13,7 @@ import torch
 from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.planner import Plan, RankShare
 from hexiseq_triton.planner.gpus import is_named
+from hexiseq_triton.wording import counted
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def _known(index: int, name: str = "the device's number") -> int:
     count = torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
-            f"{name} is {index}; PyTorch finds {count} GPUs on {socket.gethostname()}: start one "
-            "process a GPU; with CUDA_VISIBLE_DEVICES set to nothing, all run on the CPU"
+            f"{name} is {index}; PyTorch finds {counted(count, 'GPU')} on {socket.gethostname()}: "
+            "start one process a GPU; with CUDA_VISIBLE_DEVICES set to nothing, all run on the CPU"
         )
     return index
 

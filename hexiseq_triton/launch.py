@@ -6,13 +6,16 @@ ranks, so process i runs rank i of the plan.
 
 from __future__ import annotations
 
+import ipaddress
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.planner import Plan
+from hexiseq_triton.wording import counted
 
 DEFAULT_PORT = 29500
 
@@ -41,16 +44,22 @@ def node_commands(
         port: a free port of the first host.
 
     Raises:
-        ConfigError: if the plan has another number of nodes.
+        ConfigError: if the plan has another number of nodes, or one host stands for two.
         PlanError: if the plan's ranks don't count up node by node.
     """
     nodes = ranks_per_node(plan)
     if len(hosts) != len(nodes):
-        found = ", ".join(f"{name} ({count} ranks)" for name, count in nodes)
+        found = ", ".join(f"{name} ({counted(count, 'rank')})" for name, count in nodes)
         raise ConfigError(
-            f"--hosts names {len(hosts)} hosts ({', '.join(hosts)}); the plan has {len(nodes)} "
-            f"nodes: {found}. Name one host for each, in this order"
+            f"--hosts names {counted(len(hosts), 'host')} ({', '.join(hosts)}); the plan has "
+            f"{counted(len(nodes), 'node')}: {found}. Name one host for each, in this order"
         )
+    for host, times in Counter(hosts).items():
+        if times > 1 and not _is_loopback(host):
+            raise ConfigError(
+                f"--hosts names {host} {times} times; its processes would share GPUs. Name another "
+                "host for each node; to rehearse on this machine, localhost for all of them"
+            )
     return [
         NodeCommand(
             host,
@@ -67,6 +76,14 @@ def node_commands(
         )
         for index, (host, (_, count)) in enumerate(zip(hosts, nodes, strict=True))
     ]
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, where several nodes may be rehearsed."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def ranks_per_node(plan: Plan) -> list[tuple[str, int]]:

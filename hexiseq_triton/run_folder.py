@@ -9,6 +9,7 @@ from hexiseq_triton.checkpoint import checkpoints_in
 from hexiseq_triton.context import ParallelContext
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.training_config import TrainingConfig
+from hexiseq_triton.wording import counted
 
 METRICS, CHECKPOINTS, TIMELINE = "metrics.jsonl", "checkpoints", "timeline.json"
 
@@ -55,7 +56,7 @@ def _older_run(out: Path) -> str:
     checkpoints = checkpoints_in(out / CHECKPOINTS)
     metrics = out / METRICS
     if checkpoints:
-        held = f"{len(checkpoints)} checkpoints up to {checkpoints[-1]}"
+        held = f"{counted(len(checkpoints), 'checkpoint')} up to {checkpoints[-1]}"
         change = "resume: true goes on with it; else name another out, or remove the folder"
     elif metrics.is_file() and metrics.stat().st_size:
         held = f"{METRICS}, and no checkpoint to go on from"

@@ -48,7 +48,9 @@ def test_the_page_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         else:
             printed = " ".join(re.sub(r"[│┃]", " ", output).split())
             for expected in _sentences(content):
-                assert expected in printed
+                assert " ".join(expected.split()) in printed
+            if content.startswith("# "):  # a file, which is used as it stands
+                assert content == output
 
     used = {share.gpu for share in Plan.load("plan.json").shares}
     assert used == {"H100-SXM", "acme-x1"}

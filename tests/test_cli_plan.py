@@ -8,6 +8,7 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from drawn_problems import TWO_AND_TWO
@@ -210,7 +211,7 @@ def test_the_splits_are_certified_on_demand() -> None:
     text = succeeded(hexiseq_plan("--certify", "--strategy", "ulysses", "--accumulation", "8"))
     printed = json.loads(succeeded(hexiseq_plan("--certify", "--json")))
 
-    assert "certified by CBC: no split of any of 1 groups" in text
+    assert "certified by CBC: no split of any of 1 group," in text
     assert "bounds: " in text
     assert "with whole heads" in text
     bounds = printed["bounds"]
@@ -264,3 +265,13 @@ def test_errors_are_one_message_on_stderr_and_exit_code_2(
     assert result.stderr.startswith("hexiseq: ")
     assert needle in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_error_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of several ranks would run into each other if their ends came later."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append))
+    code = app(["plan", "--cluster", "absent.yaml", "--model", "tiny"], standalone_mode=False)
+    assert code == 2
+    assert len(written) == 1
+    assert written[0].endswith("--max-seq-len\n")

@@ -75,6 +75,20 @@ def test_what_to_buy(tmp_path: Path) -> None:
     assert (tmp_path / "frontier.png").exists()
 
 
+def test_a_rehearsal_on_a_cpu(tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "train.yaml").read_text(encoding="utf-8")
+    few_steps = example.replace("steps: 200", "steps: 3", 1)
+    assert few_steps != example
+    (tmp_path / "train.yaml").write_text(few_steps, encoding="utf-8")
+    _, page = (DOCS / "mixed-cluster.md").read_text("utf-8").split("## A rehearsal on a CPU")
+    (_, content), *_ = commands.BLOCK.findall(page)
+    printed = "".join(commands.run(line, tmp_path) for line in lines(content))
+    assert "written to cluster.yaml" in printed
+    assert "--nproc-per-node=4" in printed
+    assert "measured, fastest first: " in printed
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_tuning(tmp_path: Path) -> None:
     (_, command), (kind, table) = blocks(DOCS / "tuning.md")
     commands.parse(command)

@@ -100,9 +100,17 @@ def test_an_idle_rank_runs_on_its_own_node() -> None:
 def test_a_wrong_number_of_hosts_names_hosts_and_nodes() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"1 hosts \(a\); the plan has 2 nodes: fast \(3 ranks\), slow \(1 ranks\)",
+        match=r"1 host \(a\); the plan has 2 nodes: fast \(3 ranks\), slow \(1 rank\)",
     ):
         node_commands(three_and_one(), ["a"], PROGRAM)
+
+
+def test_a_host_that_stands_twice_is_refused_unless_it_is_this_machine() -> None:
+    with pytest.raises(ConfigError, match=r"--hosts names a 2 times.*localhost for all"):
+        node_commands(three_and_one(), ["a", "a"], PROGRAM)
+
+    for host in ("localhost", "127.0.0.1", "::1"):
+        assert len(node_commands(three_and_one(), [host, host], PROGRAM)) == 2
 
 
 def test_ranks_that_go_back_and_forth_between_nodes_are_refused() -> None:
@@ -148,7 +156,7 @@ def test_the_lines_run_every_rank_of_the_plan_on_its_node(tmp_path: Path) -> Non
         for command, node in zip(commands, ("fast", "slow"), strict=True)
     ]
 
-    assert [process.wait(timeout=60) for process in running] == [0, 0]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
     assert [(tmp_path / f"rank{rank}").read_text("utf-8") for rank in range(4)] == [
         "0 0 4 fast",
         "1 1 4 fast",
@@ -170,7 +178,7 @@ def test_the_batch_file_runs_each_line_on_its_host_and_fails_with_any(
     batch.write_text(sbatch_file(node_commands(three_and_one(), ["a", "b"], PROGRAM)), "utf-8")
 
     env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    ended = subprocess.run(["bash", batch], env=env, timeout=30, check=False)
+    ended = subprocess.run(["bash", batch], env=env, timeout=300, check=False)
 
     started = sorted((tmp_path / "started").read_text("utf-8").splitlines())
     assert [line.split(" torchrun ")[0] for line in started] == [

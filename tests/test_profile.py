@@ -272,7 +272,7 @@ def test_the_command_writes_a_cluster_file(tmp_path: Path) -> None:
         ],
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
-        timeout=120,
+        timeout=300,
         check=True,
     )
 

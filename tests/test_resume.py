@@ -115,7 +115,7 @@ def test_resuming_in_another_text_is_refused(
 @pytest.mark.parametrize(
     ("every", "says"),
     [
-        (2, r"another run \(1 checkpoints up to step-00000002\); resume: true goes on with it"),
+        (2, r"another run \(1 checkpoint up to step-00000002\); resume: true goes on with it"),
         (None, r"another run \(metrics.jsonl, and no checkpoint to go on from\); name another out"),
     ],
 )

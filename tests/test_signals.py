@@ -33,7 +33,7 @@ class Point:
 def run(passed: bool) -> subprocess.CompletedProcess[str]:
     script = SCRIPT.format(passed=passed)
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
 
 

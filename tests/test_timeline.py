@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -28,7 +29,7 @@ from hexiseq_triton.tracing.phases import (
     visible_share,
 )
 from hexiseq_triton.tracing.record import Forecast, RecordedRun
-from hexiseq_triton.tracing.report import notes, print_recorded, warnings
+from hexiseq_triton.tracing.report import notes, print_recorded, timeline_table, warnings
 
 STEP = [
     Span("step", 0.0, 10.0),
@@ -197,6 +198,11 @@ def test_a_rank_that_computes_slower_than_predicted_is_named_with_the_command_to
     assert "plan anew: torchrun hexiseq profile" in text
     assert "rank 3 was emulated: 9 GB" in text
     assert "emulated ranks" in text
+
+
+def test_one_step_is_one_step() -> None:
+    assert "1 step measured" in str(timeline_table(replace(recorded([]), steps=1)).title)
+    assert "3 steps measured" in str(timeline_table(replace(recorded([]), steps=3)).title)
 
 
 def test_a_difference_within_the_tolerance_is_not_warned_of() -> None:

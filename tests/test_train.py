@@ -154,7 +154,7 @@ def test_the_launched_command_trains(config: TrainingConfig, tmp_path: Path) -> 
         command.arguments,
         env=os.environ | {"PATH": path, "GLOO_SOCKET_IFNAME": "lo"},
         cwd=tmp_path,
-        timeout=120,
+        timeout=300,
         check=True,
     )
 

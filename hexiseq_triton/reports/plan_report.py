@@ -18,6 +18,7 @@ from hexiseq_triton.reports.plan_tables import (
     plan_table,
     summary_lines,
 )
+from hexiseq_triton.wording import counted
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
@@ -50,7 +51,7 @@ def write_report(path: str | Path, plan: Plan, cluster: Cluster, terms: Terms) -
         for title, content in sections
         if content
     )
-    title = escape(f"Plan for {plan.world_size} GPUs: {plan.strategy}")
+    title = escape(f"Plan for {counted(plan.world_size, 'GPU')}: {plan.strategy}")
     Path(path).write_text(
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f"<style>{STYLE}</style>\n<h1>{title}</h1>\n{body}\n</html>\n",

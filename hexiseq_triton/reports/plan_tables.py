@@ -19,6 +19,7 @@ from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.terms import Terms
 from hexiseq_triton.reports.plan_rows import Row, Section, plan_sections, spans
 from hexiseq_triton.reports.terminal import print_table
+from hexiseq_triton.wording import counted
 
 BAR_CELLS = 5
 _BAR, _ASCII_BAR = "█░", "#."
@@ -242,9 +243,9 @@ def certificate_line(certificates: Sequence[Certificate]) -> str:
     """Return what the solver proved of the splits inside the groups."""
     worst = max(certificates, key=lambda certificate: certificate.gap)
     return (
-        f"certified by CBC: no split of any of {len(certificates)} groups, each with its tokens "
-        f"held, is faster by more than {max(worst.gap, 0.0):.2%} (replica {worst.replica}, its "
-        f"group {worst.group})"
+        f"certified by CBC: no split of any of {counted(len(certificates), 'group')}, each with "
+        f"its tokens held, is faster by more than {max(worst.gap, 0.0):.2%} (replica "
+        f"{worst.replica}, its group {worst.group})"
     )
 
 

@@ -13,6 +13,7 @@ from hexiseq_triton.planner.simulator import Simulation
 from hexiseq_triton.reports.plan_report import STYLE, html_table
 from hexiseq_triton.reports.simulate_plots import png
 from hexiseq_triton.reports.simulate_tables import rank_table, section_table, summary_lines
+from hexiseq_triton.wording import counted
 
 
 def write_report(path: str | Path, simulation: Simulation, figures: dict[str, Figure]) -> None:
@@ -23,7 +24,7 @@ def write_report(path: str | Path, simulation: Simulation, figures: dict[str, Fi
         simulation: what it is about.
         figures: plots by title.
     """
-    title = f"Simulated step on {simulation.cost.problem.cluster.world_size} GPUs"
+    title = f"Simulated step on {counted(simulation.cost.problem.cluster.world_size, 'GPU')}"
     parts = ["".join(f"<p>{escape(line)}</p>\n" for line in summary_lines(simulation))]
     parts += [f"<h2>{escape(name)}</h2>\n{_image(name, each)}" for name, each in figures.items()]
     for name, table in _tables(simulation).items():

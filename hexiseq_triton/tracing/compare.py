@@ -22,6 +22,7 @@ from hexiseq_triton.tracing.observe import OBSERVED_STEPS, WARM_UP_STEPS, Observ
 from hexiseq_triton.tracing.record import Forecast, RecordedRun
 from hexiseq_triton.train import Training
 from hexiseq_triton.training_config import TrainingConfig
+from hexiseq_triton.wording import counted
 
 
 def compare(
@@ -49,7 +50,8 @@ def compare(
             their steps differ in tokens, or the config's `out` cannot be written.
     """
     if len(plans) < 2:
-        raise ConfigError(f"{len(plans)} plans are given; a comparison needs two: repeat --plan")
+        given = counted(len(plans), "plan")
+        raise ConfigError(f"{given} given; a comparison needs two: repeat --plan")
     steps_tokens = [plan.global_batch * plan.seq_len for plan in plans]
     if len(set(steps_tokens)) > 1:
         raise ConfigError(

@@ -11,6 +11,7 @@ from rich.table import Table
 from hexiseq_triton.reports.terminal import print_table
 from hexiseq_triton.tracing.phases import COMMUNICATION, COMPUTING, PHASES
 from hexiseq_triton.tracing.record import RecordedRun
+from hexiseq_triton.wording import counted
 
 TOLERANCE = 0.15
 """A rank's computing, or the step, further from its prediction than this is warned of."""
@@ -33,7 +34,7 @@ def print_recorded(run: RecordedRun, console: Console, profile_command: str) -> 
 
 def timeline_table(run: RecordedRun) -> Table:
     """Return each rank's computing, exposed communication and idle time in one step."""
-    table = _table(f"seconds of a step, {run.steps} steps measured{_emulated(run)}")
+    table = _table(f"seconds of a step, {counted(run.steps, 'step')} measured{_emulated(run)}")
     for name in ("rank", "computing", "exposed communication", "idle", "step"):
         table.add_column(name, justify="right")
     for rank, phases in enumerate(run.measured):

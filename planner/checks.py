@@ -32,7 +32,7 @@ def check_plan(plan: Plan) -> None:
 def _check_numbers(plan: Plan) -> None:
     if plan.version != PLAN_VERSION:
         raise PlanError(f"plan version {plan.version}; this release reads {PLAN_VERSION}")
-    least = {"world_size": 1, "seq_len": 0, "num_heads": 1, "num_kv_heads": 1, "accumulation": 1}
+    least = {"world_size": 1, "seq_len": 1, "num_heads": 1, "num_kv_heads": 1, "accumulation": 1}
     for name, number in least.items():
         if getattr(plan, name) < number:
             raise PlanError(f"{name} is {getattr(plan, name)}; it must be at least {number}")

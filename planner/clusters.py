@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from hexiseq_triton.errors import ConfigError
@@ -55,6 +55,12 @@ GpuNames = Annotated[
 ]
 
 
+def _one_line(name: str) -> str:
+    if not name.strip() or not name.isprintable():
+        raise ValueError("a node's name is text in one line; give it one")
+    return name
+
+
 @dataclass(frozen=True, config=FILE_CONFIG)
 class NodeEntry:
     """One node of a cluster file, or `count` nodes of the same make.
@@ -63,7 +69,7 @@ class NodeEntry:
     (NVLink, else PCIe, else its network) and `inter_gb_per_s` the cluster's.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_one_line)]
     gpus: GpuNames
     count: Count = 1
     intra_gb_per_s: Positive | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -99,8 +101,8 @@ _SHAPES = {
 """What to say of a wrong shape, where pydantic names Python's types."""
 
 
-def build(kind: type[T], content: object, source: str) -> T:
-    """Return `content` as a checked `kind`; `source` names the file in errors.
+def build(kind: type[T], content: object, source: str = "") -> T:
+    """Return `content` as a checked `kind`; `source` names the file in errors, if it is one.
 
     Raises:
         ConfigError: one line a wrong field: the field, its value, what fits.
@@ -111,21 +113,47 @@ def build(kind: type[T], content: object, source: str) -> T:
         raise ConfigError("\n".join(_lines(error, source))) from error
 
 
-def _lines(error: ValidationError, source: str) -> list[str]:
+def in_a_line(kind: type[T]) -> type[T]:
+    """Decorate a pydantic dataclass: its constructor raises a ConfigError of one line.
+
+    What `build` makes does not pass through the constructor, nested nouns included.
+    """
+    construct = kind.__init__
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+
+    @wraps(construct)
+    def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+        try:
+            construct(self, *args, **kwargs)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_lines(error, kind.__name__, names))) from error
+
+    kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return kind
+
+
+def _lines(error: ValidationError, source: str, names: Sequence[str] = ()) -> list[str]:
+    """Return one line a wrong field; `names` are those of arguments that are told by place."""
     lines = []
+    where = f"{source}: " if source else ""
     for fault in error.errors(include_url=False):
         if fault["type"] == "default_factory_not_called":
             continue  # a consequence of another wrong field
-        field = ".".join(str(part) for part in fault["loc"]) or "the file"
+        place = list(fault["loc"])
+        if names and place and isinstance(place[0], int) and place[0] < len(names):
+            place[0] = names[place[0]]
+        field = ".".join(str(part) for part in place) or "the file"
         message = _SHAPES.get(fault["type"], fault["msg"].removeprefix("Value error, "))
         if fault["type"] == "missing":
-            lines.append(f"{source}: {field} is missing")
+            lines.append(f"{where}{field} is missing")
         elif fault["type"] == "unexpected_keyword_argument":
-            lines.append(f"{source}: {field} is no field here; remove it or correct its name")
+            lines.append(f"{where}{field} is no field here; remove it or correct its name")
+        elif fault["type"] == "unexpected_positional_argument":
+            lines.append(f"{where}{fault['input']!r} is one argument too many; give it by name")
         elif fault["type"] == "value_error" and not fault["loc"]:
-            lines.append(f"{source}: {message}")  # of fields that contradict each other
+            lines.append(f"{where}{message}")  # of fields that contradict each other
         elif isinstance(fault["input"], dict | list | tuple):
-            lines.append(f"{source}: {field}: {message}")
+            lines.append(f"{where}{field}: {message}")
         else:
-            lines.append(f"{source}: {field} is {fault['input']!r}: {message}")
+            lines.append(f"{where}{field} is {fault['input']!r}: {message}")
     return lines

@@ -17,7 +17,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from hexiseq_triton.planner.files import FILE_CONFIG, Count, Positive, build, read_mapping
+from hexiseq_triton.planner.files import (
+    FILE_CONFIG,
+    Count,
+    Positive,
+    build,
+    in_a_line,
+    read_mapping,
+)
 
 TABLE = Path(__file__).with_name("gpus.yaml")
 Work = Literal["gemm", "attention_forward", "attention_backward", "memory"]
@@ -73,6 +80,7 @@ class MeasuredRate:
     tokens: Annotated[int, Field(ge=0)] = 0
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class GpuSpec:
     """A GPU model. Peaks are dense bf16; bandwidths are GB/s one way; a GB is 10^9 bytes.

@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.planner.files import FILE_CONFIG, Count, build, read_mapping
+from hexiseq_triton.planner.files import FILE_CONFIG, Count, build, in_a_line, read_mapping
 from hexiseq_triton.planner.gpus import nearest
 
 PRESETS = Path(__file__).with_name("models.yaml")
@@ -80,6 +80,7 @@ MOST = 2**24
 Size = Annotated[Count, Field(le=MOST)]
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class ModelSpec:
     """A decoder's shape. `gated` MLPs have three matrices, others two."""

@@ -21,10 +21,11 @@ from pydantic.dataclasses import dataclass
 
 from hexiseq_triton.errors import ConfigError, PlanError
 from hexiseq_triton.planner.checks import PLAN_VERSION, check_plan
-from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
+from hexiseq_triton.planner.files import FILE_CONFIG, build, in_a_line, read_mapping
 from hexiseq_triton.planner.heads import HeadRange, kv_heads_of
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class RankShare:
     """One rank's share of its HP group.
@@ -52,6 +53,7 @@ class RankShare:
         return self.kv_heads[1] - self.kv_heads[0]
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class IdleRank:
     """A rank without tokens and heads, and where it stands."""
@@ -61,6 +63,7 @@ class IdleRank:
     node: str | None = None
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class GroupPlan:
     """A head-parallel group: its ranks hold every query head once, over the group's tokens."""
@@ -72,6 +75,7 @@ class GroupPlan:
         return sum(share.tokens for share in self.ranks)
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class ReplicaPlan:
     """HP groups that train on the same sequences; all its sequences form one stream a pass."""
@@ -95,6 +99,7 @@ Order = Literal["ring", "spread"]
 """One other group's keys after the other's, or some of every group's at any time."""
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class ExchangePlan:
     """How KV travels between groups.
@@ -138,6 +143,7 @@ class BaselineResult:
     executable: bool = True
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class Split:
     """One HP group, by hand: tokens and query heads per rank, and optionally the ranks' numbers."""
@@ -147,6 +153,7 @@ class Split:
     ranks: tuple[int, ...] | None = None
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class Plan:
     """Who owns what, what it is predicted to cost, and what it was compared with.

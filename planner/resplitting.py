@@ -8,6 +8,7 @@ since nothing else moves and no baselines are priced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hexiseq_triton.errors import InfeasibleError
 from hexiseq_triton.planner.balance import Dealing, balanced
@@ -26,9 +27,9 @@ _ROUNDS = 2
 
 
 def resplit(
-    plan: Plan,
-    cluster: Cluster,
-    model: ModelSpec,
+    plan: Plan | str | Path,
+    cluster: Cluster | str | Path,
+    model: ModelSpec | str | Path,
     *,
     seq_len: int,
     documents: Sequence[int] | None = None,
@@ -37,18 +38,23 @@ def resplit(
     """Return the plan with tokens and heads for sequences of another length.
 
     Args:
-        plan: whose replicas, groups, nesting order, passes and numbers of sequences stay.
-        cluster: that the plan was made for.
-        model: that the plan was made for.
+        plan: a Plan, or the path of a plan file, whose replicas, groups, nesting order, passes and
+            numbers of sequences stay.
+        cluster: that the plan was made for; a Cluster, or the path of a cluster file.
+        model: that the plan was made for; a ModelSpec, a preset's name, or the path of a
+            config.json or YAML file.
         seq_len: tokens of one sequence.
         documents: lengths of the documents in a sequence; one document if left out.
         memory_limit_share: how much of each GPU's memory may be used; the plan's own if left out.
 
     Raises:
-        ConfigError: if an argument is wrong.
+        ConfigError: if a file or an argument is wrong.
         InfeasibleError: if the groups cannot hold sequences of this length.
         PlanError: if the plan was made for another cluster or model.
     """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     check_made_for(plan, cluster, model)
     workload = workload_of(plan, documents, seq_len=seq_len)
     if memory_limit_share is None:

@@ -121,6 +121,9 @@ def max_seq_len(
 ) -> Plan:
     """Return the plan for the longest sequence that fits in memory, to a thousandth.
 
+    A little longer, and the search finds nothing that fits. With a baseline as `strategy`, the
+    baseline has to fit at this length.
+
     Args:
         cluster: as for `plan`.
         model: as for `plan`.
@@ -131,7 +134,7 @@ def max_seq_len(
         ConfigError: if a file or an argument is wrong.
         InfeasibleError: if no sequence fits.
     """
-    from hexiseq_triton.planner.capacity import longest_seq_len  # numba is slow to import
+    from hexiseq_triton.planner.longest import longest_seq_len  # numba is slow to import
 
     names = ("global_batch", "accumulation", "recompute", "causal")
     fields = {name: options[name] for name in names if name in options}
@@ -160,9 +163,7 @@ def _problem(
     return Problem(
         cluster if isinstance(cluster, Cluster) else Cluster.load(cluster),
         model if isinstance(model, ModelSpec) else ModelSpec.load(model),
-        build(
-            Workload, {name: value for name, value in fields.items() if value is not None}, "plan"
-        ),
+        build(Workload, {name: value for name, value in fields.items() if value is not None}),
         ExchangePlan(),
         memory_limit_share,
     )
@@ -226,7 +227,8 @@ def _baseline(name: str, priced: Priced) -> tuple[Cost, str]:
 
 def _does_not_fit(problem: Problem) -> str:
     """Say what binds, and the longest sequence for which a plan is found."""
-    from hexiseq_triton.planner.capacity import longest_seq_len, roomiest
+    from hexiseq_triton.planner.capacity import roomiest
+    from hexiseq_triton.planner.longest import longest_seq_len
     from hexiseq_triton.planner.stages import Splitter
 
     seq_len = longest_seq_len(problem)

@@ -15,6 +15,7 @@ leave no GPU, or change a network that joins nothing.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,16 +69,20 @@ def variants_of(
         gpus: a file of GPUs to lay over the table.
 
     Raises:
-        ConfigError: if a file is wrong, a change cannot be read, names no node or GPU there is, or
-            leaves nothing; or if there are more than `MOST` combinations.
+        ConfigError: if a file is wrong, a change cannot be read, stands twice, names no node or GPU
+            there is, or leaves nothing; or if there are more than `MOST` combinations.
     """
     changes = _Changes(path, gpus)
-    count = (len(add) + 1) * (len(drop) + 1) * (len(bandwidth) + 1)
+    count = num_combinations(add, drop, bandwidth)
     if count > MOST:
         raise ConfigError(
             f"{len(add)} additions, {len(drop)} drops and {len(bandwidth)} bandwidths have {count} "
             f"combinations; at most {MOST} are judged in one call"
         )
+    for option, given in (("--add", add), ("--drop", drop), ("--bandwidth", bandwidth)):
+        for change, times in Counter(given).items():
+            if times > 1:
+                raise ConfigError(f"{option} {change} stands twice; give it once")
     combinations = list(itertools.product((None, *add), (None, *drop), (None, *bandwidth)))
     found = [changes.variant(*combination) for combination in combinations]
     for option, given, at in (("--drop", drop, 1), ("--bandwidth", bandwidth, 2)):
@@ -86,6 +91,11 @@ def variants_of(
             if not any(used):
                 raise ConfigError(f"{option} {change}: {_USELESS[option]}".format(path))
     return [variant for variant in found if variant is not None]
+
+
+def num_combinations(*alternatives: Sequence[str]) -> int:
+    """Return how many ways there are to take one of each kind of change, or none."""
+    return math.prod(len(given) + 1 for given in alternatives)
 
 
 class _Changes:

@@ -7,13 +7,14 @@ currency they are; a step costs all GPUs for as long as it takes, idle ones too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.planner.capacity import longest_seq_len, roomiest
+from hexiseq_triton.planner.capacity import roomiest
 from hexiseq_triton.planner.gpus import gpu_table
 from hexiseq_triton.planner.layouts import out_of_memory
+from hexiseq_triton.planner.longest import longest_seq_len
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan
 from hexiseq_triton.planner.problem import Problem
@@ -65,6 +66,7 @@ def judged(
     workload: Workload,
     prices: Mapping[str, float],
     mode: Mode = "direct",
+    done: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
     """Return what every variant comes to, in order.
 
@@ -74,8 +76,12 @@ def judged(
         workload: what a step consists of.
         prices: per GPU-hour, by GPU model; may be empty.
         mode: how keys travel; "direct" is what the runtime does.
+        done: is told of every variant that is judged, which takes seconds each.
     """
-    outcomes = [_judged(each, model, workload, prices, mode) for each in variants]
+    outcomes = []
+    for each in variants:
+        outcomes.append(_judged(each, model, workload, prices, mode))
+        done(outcomes[-1])
     best = {id(each) for each in frontier(outcomes)}
     return [replace(each, on_frontier=id(each) in best) for each in outcomes]
 
@@ -132,10 +138,10 @@ def prices_of(variants: Sequence[Variant], given: Sequence[str]) -> dict[str, fl
         given: NAME=PRICE each, the name as in `variants.gpu_named`.
 
     Raises:
-        ConfigError: if one cannot be read, or names no known GPU.
+        ConfigError: if one cannot be read, stands twice, or names no GPU of any variant.
     """
-    prices = dict(variants[0].cluster.prices)
-    models = {name: gpu for each in variants for name, gpu in each.cluster.gpus.items()}
+    models = {name: each.cluster.gpus[name] for each in variants for name in each.gpus}
+    found: dict[str, float] = {}
     for text in given:
         name, _, price = text.partition("=")
         try:
@@ -144,8 +150,15 @@ def prices_of(variants: Sequence[Variant], given: Sequence[str]) -> dict[str, fl
             value = -1.0
         if not 0 <= value < float("inf"):
             raise ConfigError(f"--price is {text!r}; it is GPU=PRICE an hour, such as H100=2.5")
-        prices[gpu_named(name, models, gpu_table() | models, f"--price {text}")] = value
-    return prices
+        gpu = gpu_named(name, models, gpu_table() | models, f"--price {text}")
+        if gpu not in models:
+            raise ConfigError(
+                f"--price {text}: no variant has a {gpu}; there are {', '.join(sorted(models))}"
+            )
+        if gpu in found:
+            raise ConfigError(f"--price {text}: {gpu} stands twice; give it once")
+        found[gpu] = value
+    return variants[0].cluster.prices | found
 
 
 def unpriced(variants: Iterable[Variant], prices: Mapping[str, float]) -> list[str]:

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from hexiseq_triton.planner.files import FILE_CONFIG
+from hexiseq_triton.planner.files import FILE_CONFIG, Count, in_a_line
 
-Count = Annotated[int, Field(ge=1)]
 MOST_TOKENS, MOST_SEQUENCES = 2**40, 2**20
 """Of a sequence, and of a step: more is a slip, and products of more would overflow."""
 
 
+@in_a_line
 @dataclass(frozen=True, config=FILE_CONFIG)
 class Workload:
     """Sequences of `seq_len` tokens, `global_batch` of them a step.
@@ -24,8 +24,8 @@ class Workload:
     `recompute` "full" keeps only each layer's input for backward.
     """
 
-    seq_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-    global_batch: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = 8
+    seq_len: Annotated[Count, Field(le=MOST_TOKENS)]
+    global_batch: Annotated[Count, Field(le=MOST_SEQUENCES)] = 8
     accumulation: Count | None = None
     dtype: Literal["bf16"] = "bf16"
     recompute: Literal["full", "none"] = "full"

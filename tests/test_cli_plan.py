@@ -250,7 +250,7 @@ def test_every_strategy_is_explained_by_its_own_cost(
         ({}, ("--strategy", "magic"), "strategy is 'magic'; it is one of hexiseq"),
         ({}, ("--memory-limit-share", "2"), "memory_limit_share is 2"),
         ({}, ("--time-limit-seconds", "nan"), "time_limit_seconds is nan"),
-        ({}, ("--accumulation", "3"), "plan: global_batch 8 does not divide by accumulation 3"),
+        ({}, ("--accumulation", "3"), "hexiseq: global_batch 8 does not divide by accumulation 3"),
         ({}, ("--global-batch", "1000000000"), "global_batch is 1000000000"),
         ({"seq_len": 10**20}, (), "seq_len is 100000000000000000000"),
     ],

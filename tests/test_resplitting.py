@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from drawn_problems import SIXTEEN, TWO_AND_TWO, step_seconds
 
-from hexiseq_triton.errors import InfeasibleError, PlanError
+from hexiseq_triton.errors import ConfigError, InfeasibleError, PlanError
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.resplitting import resplit
@@ -26,6 +27,16 @@ def test_a_resplit_plan_keeps_its_groups_and_holds_the_new_tokens() -> None:
         ]
         assert new.tokens == new.sequences * 50001
     assert step_seconds(again) < step_seconds(first)
+
+
+def test_resplitting_takes_the_names_and_paths_that_planning_takes(tmp_path: Path) -> None:
+    first = plan(TWO_AND_TWO, "tiny", seq_len=4096)
+    first.save(tmp_path / "plan.json")
+
+    again = resplit(str(tmp_path / "plan.json"), TWO_AND_TWO, "tiny", seq_len=5000)
+    assert again == resplit(first, Cluster.load(TWO_AND_TWO), ModelSpec.load("tiny"), seq_len=5000)
+    with pytest.raises(ConfigError, match="model is 'tinny'; presets near it: tiny"):
+        resplit(first, TWO_AND_TWO, "tinny", seq_len=5000)
 
 
 def test_resplitting_keeps_to_the_plans_share_of_memory() -> None:

@@ -12,9 +12,9 @@ import pytest
 from drawn_problems import SIXTEEN, TWO_AND_TWO, drawn_cluster, problem_for, step_seconds
 
 from hexiseq_triton.errors import ConfigError, InfeasibleError
-from hexiseq_triton.planner.capacity import longest_seq_len
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.layouts import BASELINES
+from hexiseq_triton.planner.longest import longest_seq_len
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan, Plan
 from hexiseq_triton.planner.simulator import simulate_plan

@@ -228,7 +228,7 @@ def test_packed_documents_are_compared_with_the_pairs_they_have() -> None:
     run = recorded(packed, share=0.25)
 
     assert list(warnings(run)) == []
-    assert any("25.0% to 25.0% of the pairs" in line for line in notes(run))
+    assert any("25.0% of the pairs" in line for line in notes(run))
     assert list(warnings(recorded(packed)))
 
 

@@ -15,7 +15,13 @@ from hexiseq_triton.cli import app
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, ModelSpec, Workload, plan
 from hexiseq_triton.planner.simulator import simulate_plan
-from hexiseq_triton.planner.variants import AS_IT_IS, Variant, gpu_named, variants_of
+from hexiseq_triton.planner.variants import (
+    AS_IT_IS,
+    Variant,
+    gpu_named,
+    num_combinations,
+    variants_of,
+)
 from hexiseq_triton.planner.whatif import Outcome, frontier, judged, prices_of, unpriced
 from hexiseq_triton.reports.whatif_report import outcome_lines, outcomes_table
 
@@ -91,6 +97,8 @@ def test_what_leaves_nothing_is_no_variant(file: Path) -> None:
         ({"add": ["99999999999xH100"]}, "is 99999999999 GPUs; at most 16384 can be planned"),
         ({"bandwidth": ["fast"]}, "--bandwidth is 'fast'; write x2"),
         ({"bandwidth": ["x0"]}, "--bandwidth is 'x0'"),
+        ({"add": ["1xH100", "1xH100"]}, "--add 1xH100 stands twice; give it once"),
+        ({"bandwidth": ["x2", "4", "x2"]}, "--bandwidth x2 stands twice; give it once"),
         ({"add": ["1xL40S"] * 7, "bandwidth": ["x2"] * 8}, "72 combinations; at most 64"),
     ],
 )
@@ -134,6 +142,20 @@ def test_prices_are_the_files_and_over_them_the_users(file: Path) -> None:
     for wrong in ("H100", "H100=", "H100=-1", "H100=inf"):
         with pytest.raises(ConfigError, match="it is GPU=PRICE an hour"):
             prices_of(found, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["H100=2", "H100-SXM=3"], "--price H100-SXM=3: H100-SXM stands twice; give it once"),
+        (["H200=2"], "--price H200=2: no variant has a H200-SXM; there are H100-SXM, L40S"),
+    ],
+)
+def test_prices_that_would_count_for_nothing_are_refused(
+    file: Path, given: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prices_of(variants_of(file), given)
 
 
 def test_a_file_with_a_price_of_no_gpu_is_refused() -> None:
@@ -209,6 +231,26 @@ def test_the_table_compares_with_the_cluster_as_it_is(outcomes: list[Outcome]) -
     assert "no price for L4: give --price L4=... an hour" in printed
 
 
+def test_the_command_says_how_many_combinations_are_no_variants(
+    outcomes: list[Outcome],
+) -> None:
+    assert not [line for line in outcome_lines(outcomes, "direct", []) if "left out" in line]
+    (one,) = (line for line in outcome_lines(outcomes, "direct", [], 1) if "left out" in line)
+    assert one.startswith("1 combination is left out: no GPU remains, or one node only")
+    assert num_combinations(["2xH100"], [], ["x2", "40"]) == 2 * 1 * 3
+
+
+def test_the_command_shows_how_far_it_is_where_errors_go(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
+    words = ["--cluster", str(file), "--model", "tiny", "--seq-len", "1024", "--global-batch", "1"]
+    code, printed, error = run(*words, "--json")
+    assert code == 0
+    assert json.loads(printed)["variants"]
+    assert AS_IT_IS in error
+
+
 def run(*words: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["whatif", *words])
     return result.exit_code, result.stdout, result.stderr
@@ -235,7 +277,7 @@ def test_the_command_draws_and_dumps(file: Path, tmp_path: Path) -> None:
 
     code, _, error = run(*words, "--global-batch", "0")
     assert code == 2
-    assert "hexiseq: whatif: global_batch is 0" in error
+    assert "hexiseq: global_batch is 0" in error
 
     code, _, error = run(*words, "--add", "8xH999")
     assert code == 2

@@ -15,6 +15,7 @@ from rich.table import Table
 from hexiseq_triton.commands.options import file_to_write
 from hexiseq_triton.commands.train import EmulateLinks, EmulateMemory, EmulateSms
 from hexiseq_triton.errors import ConfigError
+from hexiseq_triton.wording import span
 
 if TYPE_CHECKING:
     from hexiseq_triton.profiling.profile import ClusterProfile, Step
@@ -137,6 +138,6 @@ def _link_lines(found: ClusterProfile) -> Iterator[str]:
         if rates:
             latency = max(link.latency_seconds for link in links if link is not None)
             yield (
-                f"links {where}: {min(rates):.3g} to {max(rates):.3g} GB/s each way at once, "
+                f"links {where}: {span(min(rates), max(rates), '.3g')} GB/s each way at once, "
                 f"latency up to {latency * 1e6:.3g} us"
             )

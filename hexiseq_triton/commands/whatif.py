@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from hexiseq_triton.commands.files import GpuFileOption
 from hexiseq_triton.commands.options import file_to_write
@@ -14,8 +16,8 @@ from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.files import build
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.simulator import Mode
-from hexiseq_triton.planner.variants import variants_of
-from hexiseq_triton.planner.whatif import judged, prices_of, unpriced
+from hexiseq_triton.planner.variants import Variant, num_combinations, variants_of
+from hexiseq_triton.planner.whatif import Outcome, judged, prices_of, unpriced
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.reports.plan_tables import print_line
 from hexiseq_triton.reports.terminal import print_table, terminal
@@ -62,9 +64,8 @@ def whatif_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Judge CLUSTER as it is, and every combination of what might come, go or change."""
-    variants = variants_of(
-        cluster, add=add or (), drop=drop or (), bandwidth=bandwidth or (), gpus=gpus
-    )
+    changes = {"add": add or [], "drop": drop or [], "bandwidth": bandwidth or []}
+    variants = variants_of(cluster, gpus=gpus, **changes)
     prices = prices_of(variants, price or ())
     missing = unpriced(variants, prices)
     if plot is not None and all(unpriced([variant], prices) for variant in variants):
@@ -73,8 +74,8 @@ def whatif_command(
             f"{', '.join(missing)}; give --price GPU=PRICE"
         )
     fields = {"seq_len": seq_len, "global_batch": global_batch, "recompute": recompute}
-    workload = build(Workload, fields, "whatif")
-    outcomes = judged(variants, ModelSpec.load(model), workload, prices, mode=mode)
+    workload = build(Workload, fields)
+    outcomes = _judged(variants, ModelSpec.load(model), workload, prices, mode)
     if plot is not None:
         from hexiseq_triton.reports.simulate_plots import png  # matplotlib is slow to import
 
@@ -84,5 +85,24 @@ def whatif_command(
         return
     console = terminal(FILE_WIDTH)
     print_table(outcomes_table(outcomes), console)
-    for line in outcome_lines(outcomes, mode, missing):
+    left_out = num_combinations(*changes.values()) - len(variants)
+    for line in outcome_lines(outcomes, mode, missing, left_out):
         print_line(line, console)
+
+
+def _judged(
+    variants: list[Variant],
+    model: ModelSpec,
+    workload: Workload,
+    prices: dict[str, float],
+    mode: Mode,
+) -> list[Outcome]:
+    """Judge the variants, and show how far it is where errors go: the output may be a file."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(variants))
+
+        def done(outcome: Outcome) -> None:
+            progress.update(bar, advance=1, description=outcome.variant.name)
+
+        return judged(variants, model, workload, prices, mode=mode, done=done)

@@ -60,12 +60,23 @@ def _compared(value: float | None, base: float | None, shape: str) -> str:
     return f"{value:{shape}} ({value / base - 1:+.0%})"
 
 
-def outcome_lines(outcomes: Sequence[Outcome], mode: str, missing: Sequence[str]) -> Iterator[str]:
-    """Yield what the table leaves out: who judged, what doesn't fit, what has no price."""
+def outcome_lines(
+    outcomes: Sequence[Outcome], mode: str, missing: Sequence[str], left_out: int = 0
+) -> Iterator[str]:
+    """Yield what the table leaves out: who judged, what doesn't fit, what has no price.
+
+    `left_out` combinations of changes are no variants.
+    """
     yield (
         f"times are simulated (mode {mode}, engine event); longest is the longest sequence that "
         "fits at the same batch"
     )
+    if left_out:
+        verb = "combination is" if left_out == 1 else "combinations are"
+        yield (
+            f"{left_out} {verb} left out: no GPU remains, or one node only, and so no network to "
+            "change"
+        )
     for each in outcomes:
         if each.reason:
             yield f"{each.variant.name}: {each.reason}"

@@ -11,7 +11,7 @@ from rich.table import Table
 from hexiseq_triton.reports.terminal import print_table
 from hexiseq_triton.tracing.phases import COMMUNICATION, COMPUTING, PHASES
 from hexiseq_triton.tracing.record import RecordedRun
-from hexiseq_triton.wording import counted
+from hexiseq_triton.wording import counted, span
 
 TOLERANCE = 0.15
 """A rank's computing, or the step, further from its prediction than this is warned of."""
@@ -77,8 +77,8 @@ def notes(run: RecordedRun) -> Iterator[str]:
     if not run.as_planned:
         least, most = min(run.visible_share), max(run.visible_share)
         yield (
-            f"the batches are packed documents with {least:.1%} to {most:.1%} of the pairs of "
-            "whole sequences; attention is compared with its prediction times that share"
+            f"the batches are packed documents with {span(least, most, '.1%')} of the "
+            "pairs of whole sequences; attention is compared with its prediction times that share"
         )
 
 

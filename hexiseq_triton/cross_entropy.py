@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hexiseq_triton.errors import InputError
 from hexiseq_triton.kernels import state_dtype
 from hexiseq_triton.planner.logits import chunk_tokens
 from hexiseq_triton.shard import IGNORED_LABEL
@@ -27,10 +28,20 @@ def summed_cross_entropy(
 
     Args:
         x: inputs of the output layer, [T, hidden]; T may be 0.
-        weight: its matrix, [vocab, hidden], in the dtype of x.
+        weight: its matrix, [vocab, hidden], in the dtype of x unless autocast sees to that.
         labels: [T] int64; rows with -100 count nothing.
         chunk_rows: rows whose logits exist at a time; as many as the planner counts on if left out.
+
+    Raises:
+        InputError: if the shapes or dtypes don't fit each other.
     """
+    _check("x", x, labels)
+    alike = weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
+    if weight.shape[1:] != x.shape[1:] or not alike:
+        raise InputError(
+            f"weight has shape {tuple(weight.shape)} and is {weight.dtype}; expected "
+            f"[vocab, {x.shape[1]}] in {x.dtype}"
+        )
     chunk_rows = chunk_rows or chunk_tokens(weight.shape[0])
     loss: torch.Tensor = _SummedCrossEntropy.apply(x, weight, labels, chunk_rows)  # type: ignore[no-untyped-call]
     return loss
@@ -45,10 +56,27 @@ def summed_cross_entropy_of_logits(
         logits: [T, vocab] in any floating dtype; T may be 0.
         labels: [T] int64; rows with -100 count nothing.
         chunk_rows: rows that exist in float32 at a time; a number by the vocabulary if left out.
+
+    Raises:
+        InputError: if the shapes or dtypes don't fit each other.
     """
+    _check("logits", logits, labels)
     chunk_rows = chunk_rows or chunk_tokens(logits.shape[1])
     loss: torch.Tensor = _OfLogits.apply(logits, labels, chunk_rows)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _check(name: str, rows: torch.Tensor, labels: torch.Tensor) -> None:
+    if rows.dim() != 2 or not rows.is_floating_point():
+        raise InputError(
+            f"{name} has shape {tuple(rows.shape)} and is {rows.dtype}; expected two dimensions of "
+            "a floating dtype, tokens first"
+        )
+    if labels.shape != rows.shape[:1] or labels.dtype != torch.int64:
+        raise InputError(
+            f"labels have shape {tuple(labels.shape)} and are {labels.dtype}; expected one int64 "
+            f"for each of {rows.shape[0]} tokens"
+        )
 
 
 class _OfLogits(torch.autograd.Function):

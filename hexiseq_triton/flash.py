@@ -91,6 +91,9 @@ def flash_attn_varlen_func(
     check_sink(learnable_sink, q.shape[1], q.device)
     _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
     _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(longest, float):
+            raise InputError(f"{name} is {longest}; it is a whole number or None")
     if not q.is_meta:  # here, where torch.compile makes one copy for all layers
         is_shared = cu_seqlens_k is cu_seqlens_q
         cu_seqlens_q = cu_seqlens_q.cpu()

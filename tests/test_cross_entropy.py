@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexiseq_triton.cross_entropy import summed_cross_entropy, summed_cross_entropy_of_logits
+from hexiseq_triton.errors import InputError
 
 
 def random_layer(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,6 +100,20 @@ def test_low_precision_gradients_are_scaled_by_what_was_asked(dtype: torch.dtype
         assert 300 * float(part.double().norm() / once.double().norm()) == pytest.approx(
             1, abs=1e-3
         )
+
+
+def test_autocast_takes_a_matrix_in_float32() -> None:
+    x, weight, labels = random_layer(11)
+    x, weight = (leaf.detach().float().requires_grad_() for leaf in (x, weight))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = summed_cross_entropy(x.bfloat16(), weight, labels)
+    found = torch.autograd.grad(loss, (x, weight))
+
+    exact = F.cross_entropy(x @ weight.T, labels, reduction="sum")
+    torch.testing.assert_close(loss, exact, rtol=1e-2, atol=1e-2)
+    for got, wanted in zip(found, torch.autograd.grad(exact, (x, weight)), strict=True):
+        assert float((got - wanted).norm() / wanted.norm()) < 0.02  # bfloat16 has 8 bits
 
 
 @pytest.mark.gpu
@@ -189,3 +205,22 @@ def test_no_more_logits_exist_in_float32_than_those_of_one_chunk() -> None:
         summed_cross_entropy_of_logits(logits, labels, chunk_rows=6).backward()
 
     assert seen.rows == 6
+
+
+# -------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w, y: summed_cross_entropy(x[None], w, y), r"x has shape \(1, 4, 5\)"),
+        (lambda x, w, y: summed_cross_entropy(x, w.T, y), r"weight has shape \(5, 7\)"),
+        (lambda x, w, y: summed_cross_entropy(x, w.float(), y), r"weight .* is torch\.float32"),
+        (lambda x, w, y: summed_cross_entropy(x, w, y[1:]), r"labels have shape \(3,\)"),
+        (lambda x, w, y: summed_cross_entropy_of_logits(x @ w.T, y.int()), r"are torch\.int32"),
+        (lambda x, w, y: summed_cross_entropy_of_logits(x.int(), y), r"is torch\.int32"),
+    ],
+)
+def test_what_does_not_fit_is_named(call: Callable[..., torch.Tensor], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call(*random_layer(4))

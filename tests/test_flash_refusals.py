@@ -53,6 +53,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"window_size": 5}, r"window_size is 5; it is \(left, right\)"),
     ({"window_size": (1, 2, 3)}, r"window_size is \(1, 2, 3\); it is \(left, right\)"),
     ({"window_size": (4.0, 0)}, r"window_size is \(4\.0, 0\); its sides are whole numbers"),
+    ({"max_seqlen_k": 10.0}, r"max_seqlen_k is 10\.0; it is a whole number or None"),
     ({"max_seqlen_q": 3}, "max_seqlen_q is 3; the longest document .* has 4 tokens: use 4 or more"),
     ({"max_seqlen_k": 4}, "max_seqlen_k is 4; the longest document .* has 5 tokens: use 5 or more"),
 ]

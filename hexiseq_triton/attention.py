@@ -96,16 +96,19 @@ def hexiseq_attention(
         )  # fmt: skip  # one opaque operation: the compiler does not stop
         assert isinstance(alone, torch.Tensor)
         return alone.view(q.shape)
-    out: torch.Tensor = _attend(
+    arguments = (
         q, k, v, context, layout,
         softmax_scale, causal, window_size, softcap, rope, learnable_sink,
         deterministic, reduce_dtype, dropout_p, alibi_slopes,
     )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        return _attend(*arguments)
+    from hexiseq_triton import uncompiled
+
+    out: torch.Tensor = uncompiled.call(_attend, *arguments)
     return out
 
 
-# a compiler that looked inside would compile the exchange anew for each batch's lengths
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -92,7 +92,7 @@ def cases(draw: st.DrawFn, mixed: bool = False) -> Case:
     most = draw(st.sampled_from([16, 100, 256, MOST_TOKENS]))
     lengths = draw(documents(most))
     # either the plan is for this batch, or the batch is dealt in the plan's proportions
-    total = draw(st.one_of(st.just(sum(lengths)), st.integers(0, 64)))
+    total = max(1, draw(st.one_of(st.just(sum(lengths)), st.integers(1, 64))))
     splits = []
     for size, tokens in zip(sizes, parts(draw, total, len(sizes)), strict=True):
         taken, numbers = numbers[:size], numbers[size:]

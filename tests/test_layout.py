@@ -55,6 +55,15 @@ def test_planning_loads_no_torch(code: str) -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False, cwd="/").returncode == 0
 
 
+def test_attention_loads_neither_triton_nor_the_compiler() -> None:
+    """Either takes seconds, and Triton reads its environment when it is loaded."""
+    check = (
+        "import hexiseq_triton.attention, hexiseq_triton.flash, sys; "
+        "sys.exit(bool({'triton', 'torch._dynamo'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], check=False, cwd="/").returncode == 0
+
+
 def test_public_names_are_sorted_complete_and_there() -> None:
     assert hexiseq_triton.__all__ == sorted(hexiseq_triton.__all__)
     for module in (hexiseq_triton, hexiseq_triton.kernels, hexiseq_triton.planner):

@@ -88,11 +88,15 @@ def attention(
             f"again; if it was so called, {type(module).__name__} gets no keywords from its model, "
             "which is not supported)"
         )
-    attend = _attend if batch.local.layout.is_alone else _attend_with_others
-    return attend(
+    call = (
         module, batch, query, key, value, attention_mask,
         scaling, dropout, sliding_window, softcap, s_aux, is_causal, arguments,
-    ), None  # fmt: skip
+    )  # fmt: skip
+    if batch.local.layout.is_alone or not torch.compiler.is_compiling():
+        return _attend(*call), None
+    from hexiseq_triton import uncompiled
+
+    return uncompiled.call(_attend, *call), None
 
 
 def _attend(
@@ -133,10 +137,6 @@ def _attend(
         learnable_sink=s_aux,
     )
     return F.pad(out, (0, 0, 0, 0, 0, int(batch.is_padded)))[None]
-
-
-# a compiler that looked inside would compile the exchange anew for each batch's lengths
-_attend_with_others = torch.compiler.disable(_attend)
 
 
 def _check(

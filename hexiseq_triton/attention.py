@@ -129,14 +129,8 @@ def _attend(
     """Check the call, agree on it with the other ranks, and carry it out."""
     with context.guard():
         refuse_unsupported(dropout_p, alibi_slopes, None)
-        if not isinstance(layout, BatchLayout):
-            raise InputError(
-                f"layout is a {type(layout).__name__}; pass that of a batch from context.shard"
-            )
-        if layout.plan is not context.plan or layout.rank != context.rank:
-            raise InputError("the layout belongs to another context; use its own context.shard")
-        check_tensor("q", q)
-        shape = q.shape
+        context.check_layout(layout)
+        given = q
         q, k, v = (_rows(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         _check(q, k, v, context, layout)
         check_sink(learnable_sink, context.plan.num_heads, q.device)
@@ -165,7 +159,7 @@ def _attend(
     out: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sink, call, rotation
     )
-    return out.reshape(shape)
+    return out.reshape(given.shape)
 
 
 def _rows(name: str, x: torch.Tensor) -> torch.Tensor:

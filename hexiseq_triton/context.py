@@ -287,6 +287,15 @@ class ParallelContext:
             return [self.rank]
         return [share.rank for share in self.plan.replicas[self.replica].shares]
 
+    def check_layout(self, layout: BatchLayout) -> None:
+        """Raise an InputError unless this context made the layout, or one of its plan did."""
+        if not isinstance(layout, BatchLayout):
+            raise InputError(
+                f"layout is a {type(layout).__name__}; pass that of a batch from context.shard"
+            )
+        if layout.plan is not self.plan or layout.rank != self.rank:
+            raise InputError("the layout belongs to another context; use its own context.shard")
+
     # ---------------------------------------------------------------- agreement and faults
 
     def gather_in_replica(self, name: str, value: str) -> list[str]:

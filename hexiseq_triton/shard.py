@@ -133,8 +133,7 @@ def unshard(context: ParallelContext, local: torch.Tensor, layout: BatchLayout) 
         InputError: if `local` has another number of rows, or needs a gradient; the same on all
             ranks of the replica, if its inner shape, dtype or the batch differs between them.
     """
-    if layout.plan is not context.plan or layout.rank != context.rank:
-        raise InputError("the layout belongs to another context; use its own context.shard")
+    context.check_layout(layout)
     if local.requires_grad and torch.is_grad_enabled():
         raise InputError("unshard carries no gradient; pass local.detach()")
     if local.dim() == 0 or local.shape[0] != layout.num_tokens:

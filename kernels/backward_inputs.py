@@ -9,9 +9,9 @@ import torch
 from hexiseq_triton.kernels.configs import Config
 from hexiseq_triton.kernels.forms import Blocks, Form, bounded_blocks
 from hexiseq_triton.kernels.interned import Interned
+from hexiseq_triton.kernels.kept import MOST_KEPT
 from hexiseq_triton.kernels.launch import Launch
 from hexiseq_triton.kernels.options import AttentionOptions, HeadMap
-from hexiseq_triton.kernels.prepared import MOST_PREPARED
 
 Tensors = tuple[torch.Tensor, ...]
 """What every backward kernel loads: q, k, v, do, lse, delta."""
@@ -92,5 +92,5 @@ class BackwardInputs:
         return [s for x in self._loaded for s in x.row_strides] + [self._lse.strides[0]]
 
 
-backward_inputs = lru_cache(maxsize=MOST_PREPARED)(BackwardInputs)
+backward_inputs = lru_cache(maxsize=MOST_KEPT)(BackwardInputs)
 """`BackwardInputs`, the same object for the same arguments: it is a key of prepared launches."""

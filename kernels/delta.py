@@ -14,7 +14,8 @@ import triton.language as tl
 
 from hexiseq_triton.kernels.blocks import load_block
 from hexiseq_triton.kernels.forms import Form, forms
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.kept import MOST_KEPT
+from hexiseq_triton.kernels.prepared import Prepared
 
 ROWS = 32
 
@@ -57,7 +58,7 @@ def row_dots(do: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     return delta
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@lru_cache(maxsize=MOST_KEPT)
 def _prepare(do: Form, o: Form) -> Prepared | None:
     """Check do and o and return the launch; None where there is nothing to do."""
     if do.shape != o.shape:

@@ -1,7 +1,7 @@
 """Launches that are kept from call to call with their tables, and a bound on what these take.
 
 Each batch of packed documents has tables of its own, some megabytes at a million tokens. What
-follows from a call's forms alone is small and has a number as its bound; see prepared.py.
+follows from a call's forms alone is small, and a number is bound enough.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 MOST_KEPT = 512
-"""Launches that each kernel keeps, and tile maps."""
+"""Launches that each kernel keeps, with a table of its own or without, and tile maps."""
 MOST_BYTES = 256 << 20
 """Of all tables."""
 

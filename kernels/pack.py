@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from hexiseq_triton.kernels.forms import Form, forms
+from hexiseq_triton.kernels.kept import MOST_KEPT
 from hexiseq_triton.kernels.pack_checks import (
     MOST_TENSORS,
     Turned,
@@ -26,7 +27,7 @@ from hexiseq_triton.kernels.pack_checks import (
     check_tensors,
 )
 from hexiseq_triton.kernels.pieces import CHUNK_FIELDS, PLACE_FIELDS, Pieces
-from hexiseq_triton.kernels.prepared import MOST_PREPARED, Prepared
+from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.rotation import Rotation
 
 NUM_TENSORS = MOST_TENSORS + 6  # and away, own, cos, sin, chunks, places
@@ -227,7 +228,7 @@ def _launch(
         launch(*tensors, *padding, away, own, *angles, *pieces.tables(away.device))
 
 
-@lru_cache(maxsize=MOST_PREPARED)
+@lru_cache(maxsize=MOST_KEPT)
 def _prepare(
     tensors: tuple[Form, ...],
     away: Form,

@@ -14,9 +14,6 @@ import torch
 
 from hexiseq_triton.kernels.tilemap import TileMap
 
-MOST_PREPARED = 512
-"""Launches that each kernel keeps which has no table of its own; see kept.py for the others."""
-
 
 class Cut(Protocol):
     """How a descriptor cuts a tensor."""

@@ -108,19 +108,24 @@ def test_max_seqlens_may_be_left_out_or_too_large() -> None:
 @NEEDS_GPU
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_only_the_first_call_waits_for_the_gpu() -> None:
+def test_only_reading_cu_seqlens_waits_for_the_gpu() -> None:
     qkv = [x.detach().cuda().requires_grad_() for x in packed([9, 4], [9, 4], dtype=torch.float16)]
     dense = [x.detach()[None].requires_grad_() for x in qkv]
-    offsets = cu_seqlens([9, 4]).cuda()
+    offsets = cu_seqlens([9, 4])
+    on_card = offsets.cuda()
 
-    def both() -> None:
-        hx.flash_attn_varlen_func(*qkv, offsets, offsets, 9, 9, causal=True).sum().backward()
-        hx.flash_attn_func(*dense, causal=True).sum().backward()
+    def both(offsets: torch.Tensor) -> torch.Tensor:
+        out = hx.flash_attn_varlen_func(*qkv, offsets, offsets, 9, 9, causal=True)
+        return out.sum() + hx.flash_attn_func(*dense, causal=True).sum()
 
-    both()
+    both(offsets).backward()  # compiles, which may wait
+    read = both(on_card)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        both()
+        read.backward()
+        both(offsets).backward()
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+            both(on_card)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -1,11 +1,15 @@
 """A small run of every kernel, for compute-sanitizer: `make memcheck`.
 
+    python bench/memcheck.py [HEAD_DIM ...]
+
 Documents of odd lengths, so that blocks end inside tensors; both loaders (a view at an odd address
 takes pointers); every form of the kernels; pack and unpack. Checks no results: the tests do.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from itertools import product
 from unittest.mock import patch
 
@@ -74,20 +78,23 @@ def move(interleaved: bool) -> None:
     unpack(away, own, [x], pieces, rotation)
 
 
-def attend_in_all_forms() -> None:
+def attend_in_all_forms(head_dims: Sequence[int]) -> None:
     """Run the kernels that the card takes, and the portable ones."""
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         for options in OPTIONS:
             attend(head_dim, options, torch.bfloat16, offset=0)
             with patch.object(guard, "runs", return_value=False):
                 attend(head_dim, options, torch.bfloat16, offset=0)
         attend(head_dim, OPTIONS[0], torch.bfloat16, offset=1)
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         attend(head_dim, OPTIONS[0], torch.float32, offset=0)
 
 
 def main() -> None:
-    attend_in_all_forms()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("head_dims", nargs="*", type=int, help="others are left out")
+    head_dims = parser.parse_args().head_dims or HEAD_DIMS
+    attend_in_all_forms(head_dims)
     for interleaved in (False, True):
         move(interleaved)
     torch.cuda.synchronize()

@@ -34,7 +34,7 @@ from hexiseq_triton.kernels.hopper.key_work import (
     loaded_blocks,
     scalars_of,
 )
-from hexiseq_triton.kernels.hopper.producer import produce
+from hexiseq_triton.kernels.hopper.producer import WORK_FIELDS, produce
 from hexiseq_triton.kernels.kept import kept
 from hexiseq_triton.kernels.prepared import Prepared
 
@@ -59,7 +59,7 @@ def _backward_kernel(
     queries = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, D], rows_layout)
     grads = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, D], rows_layout)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    work = gl.allocate_shared_memory(gl.int32, [2, 1], one)
+    work = gl.allocate_shared_memory(gl.int32, [WORK_FIELDS, 1], one)
     counts = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
     places = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
     columns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
@@ -73,7 +73,8 @@ def _backward_kernel(
     staged = gl.allocate_shared_memory(gl.float32, [2, QUERIES, COLUMNS], sums_layout)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bl)
-    kv_free = gl.allocate_shared_memory(gl.int64, [1], bl)
+    k_free = gl.allocate_shared_memory(gl.int64, [1], bl)
+    v_free = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     # where a program's first block adds the product that nobody reads: anywhere in dq
@@ -81,7 +82,8 @@ def _backward_kernel(
     places.index(STAGES).store(nowhere)
     columns.index(STAGES).store(nowhere)
     mbarrier.init(kv_full, count=2)  # the copy, and then the work item
-    mbarrier.init(kv_free, count=2)
+    mbarrier.init(k_free, count=2)
+    mbarrier.init(v_free, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=2)  # the copy, and then lse and delta
         mbarrier.init(do_full.index(i), count=1)
@@ -89,21 +91,19 @@ def _backward_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                0, dk, dv, dq, tile_map, work,
+                0, dk, dv, dq, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
                 exchanged, staged,
-                kv_full, kv_free, q_full, do_full,
-                num_tiles, num_heads, q_head_start, q_per_kv,
+                kv_full, k_free, v_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
                 BLOCK_M, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED, ACCUMULATE,
             )),
             (consume, (
-                1, dk, dv, dq, tile_map, work,
+                1, dk, dv, dq, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
                 exchanged, staged,
-                kv_full, kv_free, q_full, do_full,
-                num_tiles, num_heads, q_head_start, q_per_kv,
+                kv_full, k_free, v_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
                 BLOCK_M, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED, ACCUMULATE,
@@ -111,7 +111,7 @@ def _backward_kernel(
             (produce, (
                 q, k, v, do, lse, delta, items, counter, tile_map, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
-                kv_full, kv_free, q_full, do_full,
+                kv_full, k_free, v_free, q_full, do_full,
                 num_items, num_tiles, num_heads, q_head_start, q_per_kv,
                 softmax_scale, stride_qh, stride_kh, stride_vh, stride_doh, stride_row, stride_dqh,
                 BLOCK_M, STAGES,

@@ -276,7 +276,7 @@ def consume(
                 four_dimensional(place, out_tiles),
             )  # fmt: skip
         else:
-            store_rows(out, acc, row, num_rows, head, stride_outt, stride_outh)
+            store_rows(out, acc, row, num_rows, head, stride_outt, stride_outh, False)
         if not SMALL:  # the output passes through the place of the queries
             if STAGED:
                 tma.store_wait(0)

@@ -29,15 +29,16 @@ from hexiseq_triton.kernels.hopper.blocks import (
     bounded_at,
     four_dimensional,
     load_rows,
-    load_tile,
     store_rows,
 )
 from hexiseq_triton.kernels.hopper.named import ALL, CONSUMERS, arrive, meet, meet_if
 from hexiseq_triton.kernels.hopper.producer import (
+    FIRST_KEY,
+    KV_HEAD,
+    NUM_BLOCKS,
+    NUM_KEYS,
     QUERIES_FREE,
     get,
-    heads_of,
-    num_blocks,
     scales_early,
 )
 from hexiseq_triton.kernels.hopper.scores import probabilities, unpacked
@@ -89,11 +90,10 @@ def _add_grad_q(dq_rows, staged, row, num_rows, column):
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, dk, dv, dq_rows, tile_map, work,
+    W: gl.constexpr, dk, dv, dq_rows, work,
     keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
     exchanged, staged_all,
-    kv_full, kv_free, q_full, do_full,
-    num_tiles, num_heads, q_head_start, q_per_kv,
+    kv_full, k_free, v_free, q_full, do_full,
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -116,6 +116,7 @@ def consume(
     AHEAD: gl.constexpr = EARLY and not SOFTCAP and (AHEAD_AT_64 or not LATE)
     SCORES_AHEAD: gl.constexpr = AHEAD and not LATE  # at 64 it would cost 13%
     PLACE_AHEAD: gl.constexpr = AHEAD and LATE
+    PIECES: gl.constexpr = D > COLUMNS  # at 64 no shared memory is left for it
     SLOTS: gl.constexpr = STAGES + 1
     MY_DS: gl.constexpr = DS_FULL + W * SLOTS
     OTHER_DS: gl.constexpr = DS_FULL + (1 - W) * SLOTS
@@ -125,12 +126,12 @@ def consume(
     begin = 0  # blocks so far
     turn = 0
     mbarrier.wait(kv_full, 0)
-    tile = get(work.index(0))
-    while tile >= 0:
-        kv_head = get(work.index(1))
-        k_row, k_rows, _position, full_begin, _border, edge_end = load_tile(tile_map, tile)
-        _head, group = heads_of(kv_head, num_heads, q_head_start, q_per_kv)
-        end = begin + num_blocks(tile_map, num_tiles, full_begin, edge_end, BLOCK_M) * group
+    blocks = get(work.index(NUM_BLOCKS))
+    while blocks >= 0:
+        kv_head = get(work.index(KV_HEAD))
+        k_row = get(work.index(FIRST_KEY))
+        k_rows = get(work.index(NUM_KEYS))
+        end = begin + blocks
         dk_block = gl.zeros([KEYS, D], gl.float32, AL)
         dv_block = gl.zeros([KEYS, D], gl.float32, AL)
         for n in range(begin, end):
@@ -212,6 +213,7 @@ def consume(
                 _add_grad_q(dq_rows, staged, row, rows, column)
             dk_block, dv_block, pb, ds = warpgroup_mma_wait(0, deps=(dk_next, dv_next, pb, ds))
             arrive(QUERIES_FREE + stage, ALL)
+        mbarrier.arrive(v_free, count=1)
         if FUSED and end > begin:
             old_slot = (end + STAGES) % SLOTS
             meet(OTHER_DS + old_slot, CONSUMERS)
@@ -225,12 +227,7 @@ def consume(
             )
             _add_grad_q(dq_rows, staged, row, rows, column)
         begin = end
-        # read again, rather than held in registers meanwhile
-        kv_head = get(work.index(1))
-        k_row, k_rows, _position, full_begin, _border, edge_end = load_tile(
-            tile_map, get(work.index(0))
-        )
-        mbarrier.arrive(kv_free, count=1)
+        mbarrier.arrive(k_free, count=1)
         mine = k_row + W * KEYS
         count = k_rows - W * KEYS
         if not EARLY:
@@ -238,10 +235,10 @@ def consume(
         if ACCUMULATE:
             dk_block += load_rows(dk, mine, count, kv_head, stride_dkt, stride_dkh, dk_block)
             dv_block += load_rows(dv, mine, count, kv_head, stride_dvt, stride_dvh, dv_block)
-        store_rows(dv, dv_block, mine, count, kv_head, stride_dvt, stride_dvh)
-        store_rows(dk, dk_block, mine, count, kv_head, stride_dkt, stride_dkh)
+        store_rows(dv, dv_block, mine, count, kv_head, stride_dvt, stride_dvh, PIECES)
+        store_rows(dk, dk_block, mine, count, kv_head, stride_dkt, stride_dkh, PIECES)
         turn += 1
         mbarrier.wait(kv_full, turn & 1)
-        tile = get(work.index(0))
+        blocks = get(work.index(NUM_BLOCKS))
     if FUSED:
         tma.store_wait(0)

@@ -24,7 +24,7 @@ from hexiseq_triton.kernels.hopper.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from hexiseq_triton.kernels.hopper.blocks import load_rows, load_tile, store_rows
+from hexiseq_triton.kernels.hopper.blocks import load_rows, store_rows
 from hexiseq_triton.kernels.hopper.guard import Guarded
 from hexiseq_triton.kernels.hopper.key_work import (
     constants_of,
@@ -34,10 +34,13 @@ from hexiseq_triton.kernels.hopper.key_work import (
 )
 from hexiseq_triton.kernels.hopper.named import ALL, CONSUMERS, arrive, meet, meet_if
 from hexiseq_triton.kernels.hopper.producer import (
+    FIRST_KEY,
+    KV_HEAD,
+    NUM_BLOCKS,
+    NUM_KEYS,
     QUERIES_FREE,
+    WORK_FIELDS,
     get,
-    heads_of,
-    num_blocks,
     produce,
     scales_early,
 )
@@ -54,10 +57,9 @@ P_FREE = gl.constexpr(6)
 
 @gluon.jit
 def _consume(
-    OWNS_DK: gl.constexpr, grad, tile_map, work,
+    OWNS_DK: gl.constexpr, grad, work,
     keys, values, queries, grads, lses, deltas, diagonals, exchanged,
-    kv_full, kv_free, q_full, do_full,
-    num_tiles, num_heads, q_head_start, q_per_kv,
+    kv_full, free, q_full, do_full,
     scale, cap_scale, cap, left, right, softmax_scale, stride_t, stride_h,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -76,12 +78,9 @@ def _consume(
     done = 0
     turn = 0
     mbarrier.wait(kv_full, 0)
-    tile = get(work.index(0))
-    while tile >= 0:
-        kv_head = get(work.index(1))
-        _row, k_rows, _position, full_begin, _border, edge_end = load_tile(tile_map, tile)
-        _head, group = heads_of(kv_head, num_heads, q_head_start, q_per_kv)
-        blocks = num_blocks(tile_map, num_tiles, full_begin, edge_end, BLOCK_M) * group
+    blocks = get(work.index(NUM_BLOCKS))
+    while blocks >= 0:
+        k_rows = get(work.index(NUM_KEYS))
         total = gl.zeros([BLOCK_N, D], gl.float32, AL)
         for i in range(blocks):
             o = i >> 30  # 0, which the compiler must not know
@@ -128,18 +127,19 @@ def _consume(
                 stage = 0
                 phase ^= 1
             slot ^= 1
-        # read again, rather than held in registers meanwhile
-        kv_head = get(work.index(1))
-        row, num_rows, _position, _begin, _border, _end = load_tile(tile_map, get(work.index(0)))
-        mbarrier.arrive(kv_free, count=1)
+        # read now, rather than held in registers meanwhile
+        kv_head = get(work.index(KV_HEAD))
+        row = get(work.index(FIRST_KEY))
+        num_rows = get(work.index(NUM_KEYS))
+        mbarrier.arrive(free, count=1)
         if OWNS_DK and not EARLY:
             total = total * softmax_scale
         if ACCUMULATE:
             total += load_rows(grad, row, num_rows, kv_head, stride_t, stride_h, total)
-        store_rows(grad, total, row, num_rows, kv_head, stride_t, stride_h)
+        store_rows(grad, total, row, num_rows, kv_head, stride_t, stride_h, True)
         turn += 1
         mbarrier.wait(kv_full, turn & 1)
-        tile = get(work.index(0))
+        blocks = get(work.index(NUM_BLOCKS))
 
 
 @gluon.jit(do_not_specialize=[*VARYING, "num_items"])
@@ -162,7 +162,7 @@ def _grad_kv_kernel(
     grads = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, D], rows_layout)
     exchanged = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, BLOCK_M], rows_layout)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    work = gl.allocate_shared_memory(gl.int32, [2, 1], one)
+    work = gl.allocate_shared_memory(gl.int32, [WORK_FIELDS, 1], one)
     counts = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
     places = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
     columns = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 1], one)
@@ -171,36 +171,36 @@ def _grad_kv_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], one)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1], bl)
-    kv_free = gl.allocate_shared_memory(gl.int64, [1], bl)
+    k_free = gl.allocate_shared_memory(gl.int64, [1], bl)
+    v_free = gl.allocate_shared_memory(gl.int64, [1], bl)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bl)
     mbarrier.init(kv_full, count=2)  # the copy, and then the work item
-    mbarrier.init(kv_free, count=2)
+    mbarrier.init(k_free, count=1)  # given back by the owner of dV
+    mbarrier.init(v_free, count=1)  # and of dK
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=2)  # the copy, and then lse and delta
         mbarrier.init(do_full.index(i), count=1)
     gl.warp_specialize(
         [
             (_consume, (
-                False, dv, tile_map, work,
+                False, dv, work,
                 keys, values, queries, grads, lses, deltas, diagonals, exchanged,
-                kv_full, kv_free, q_full, do_full,
-                num_tiles, num_heads, q_head_start, q_per_kv,
+                kv_full, k_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale, stride_dvt, stride_dvh,
                 BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
             )),
             (_consume, (
-                True, dk, tile_map, work,
+                True, dk, work,
                 keys, values, queries, grads, lses, deltas, diagonals, exchanged,
-                kv_full, kv_free, q_full, do_full,
-                num_tiles, num_heads, q_head_start, q_per_kv,
+                kv_full, v_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale, stride_dkt, stride_dkh,
                 BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
             )),
             (produce, (
                 q, k, v, do, lse, delta, items, counter, tile_map, work,
                 keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
-                kv_full, kv_free, q_full, do_full,
+                kv_full, k_free, v_free, q_full, do_full,
                 num_items, num_tiles, num_heads, q_head_start, q_per_kv,
                 softmax_scale, stride_qh, stride_kh, stride_vh, stride_doh, stride_row, 0,
                 BLOCK_M, STAGES,

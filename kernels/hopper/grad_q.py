@@ -184,7 +184,7 @@ def _consume(
         total = total * softmax_scale
         if ACCUMULATE:
             total += load_rows(dq, mine, count, head, stride_dqt, stride_dqh, total)
-        store_rows(dq, total, mine, count, head, stride_dqt, stride_dqh)
+        store_rows(dq, total, mine, count, head, stride_dqt, stride_dqh, False)
 
 
 @gluon.jit(do_not_specialize=VARYING)

@@ -14,6 +14,12 @@ from hexiseq_triton.kernels.hopper.named import ALL, meet_if
 
 QUERIES_FREE = gl.constexpr(12)
 """The named barrier of the first stage of queries; those of the others follow."""
+NUM_BLOCKS = gl.constexpr(0)
+"""Where a work item has its number of blocks, heads counted apart; -1 after the last item."""
+KV_HEAD = gl.constexpr(1)
+FIRST_KEY = gl.constexpr(2)
+NUM_KEYS = gl.constexpr(3)
+WORK_FIELDS = gl.constexpr(4)
 UNMASKED = gl.constexpr(1 << 30)
 """In place of a distance: every query of the block sees every key of the tile."""
 
@@ -37,7 +43,7 @@ def get(place):
 
 
 @gluon.jit
-def heads_of(kv_head, num_heads, q_head_start, q_per_kv):
+def _heads_of(kv_head, num_heads, q_head_start, q_per_kv):
     """Return the first of the query heads that read `kv_head`, of those here, and their number."""
     group = q_head_start // q_per_kv + kv_head
     begin = gl.maximum(group * q_per_kv - q_head_start, 0)
@@ -75,7 +81,7 @@ def _span_in_turn(
 def produce(
     q, k, v, do, lse, delta, items, counter, tile_map, work,
     keys, values, queries, grads, lses, deltas, places, counts, columns, diagonals,
-    kv_full, kv_free, q_full, do_full,
+    kv_full, k_free, v_free, q_full, do_full,
     num_items, num_tiles, num_heads, q_head_start, q_per_kv, softmax_scale,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_row, stride_dqh,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -92,13 +98,17 @@ def produce(
         kv_head = gl.load(items + 3 * item + 1)
         ahead = gl.load(items + 3 * item + 2) != 0
         k_row, k_rows, k_position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
-        head_begin, group = heads_of(kv_head, num_heads, q_head_start, q_per_kv)
-        mbarrier.wait(kv_free, (turn & 1) ^ 1)
+        head_begin, group = _heads_of(kv_head, num_heads, q_head_start, q_per_kv)
+        blocks = num_blocks(tile_map, num_tiles, full_begin, edge_end, BLOCK_M) * group
+        mbarrier.wait(v_free, (turn & 1) ^ 1)
         mbarrier.expect(kv_full, k.block_type.nbytes + v.block_type.nbytes)
-        copy_rows(k, k_row, k_rows, kv_head * stride_kh, kv_full, keys.index(0))
         copy_rows(v, k_row, k_rows, kv_head * stride_vh, kv_full, values.index(0))
-        put(work.index(0), tile)
-        put(work.index(1), kv_head)
+        mbarrier.wait(k_free, (turn & 1) ^ 1)
+        copy_rows(k, k_row, k_rows, kv_head * stride_kh, kv_full, keys.index(0))
+        put(work.index(NUM_BLOCKS), blocks)
+        put(work.index(KV_HEAD), kv_head)
+        put(work.index(FIRST_KEY), k_row)
+        put(work.index(NUM_KEYS), k_rows)
         mbarrier.arrive(kv_full, count=1)
         for number in range(edge_end - full_begin):
             row, rows, position, offset, is_edge = _span_in_turn(
@@ -144,6 +154,7 @@ def produce(
                 offset += gl.where(ahead, BLOCK_M, -BLOCK_M)
         turn += 1
         item = gl.atomic_add(counter, 1, sem="relaxed")
-    mbarrier.wait(kv_free, (turn & 1) ^ 1)
-    put(work.index(0), -1)
+    mbarrier.wait(v_free, (turn & 1) ^ 1)
+    mbarrier.wait(k_free, (turn & 1) ^ 1)
+    put(work.index(NUM_BLOCKS), -1)
     mbarrier.arrive(kv_full, count=2)

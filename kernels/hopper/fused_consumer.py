@@ -219,6 +219,7 @@ def consume(
             meet(OTHER_DS + old_slot, CONSUMERS)
             dq = _grad_q(W, keys.index(0), exchanged.index(old_slot), no_dq)
             dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.arrive(k_free, count=1)
             tma.store_wait(0)
             _stage_grad_q(dq, staged, softmax_scale, EARLY)
             fence_async_shared()
@@ -226,8 +227,9 @@ def consume(
                 old_slot, True, counts, places, columns, FIRST_ROW, FIRST_COLUMN
             )
             _add_grad_q(dq_rows, staged, row, rows, column)
+        else:
+            mbarrier.arrive(k_free, count=1)
         begin = end
-        mbarrier.arrive(k_free, count=1)
         mine = k_row + W * KEYS
         count = k_rows - W * KEYS
         if not EARLY:

@@ -19,9 +19,12 @@ from hexiseq_triton.flash import (
     check_sink,
     check_supported,
     check_tensor,
+    check_values,
     flash_attn_varlen_func,
+    narrowed,
     options_of,
     refuse_unsupported,
+    widened,
 )
 from hexiseq_triton.heads import KV
 from hexiseq_triton.kernels import AttentionOptions, row_dots, state_dtype
@@ -60,7 +63,8 @@ def hexiseq_attention(
     Args:
         q: this rank's queries, [T, H, D] or [B, S, H, D] with B * S = T; T is `layout.num_tokens`.
         k: this rank's keys, as q with H_kv heads.
-        v: this rank's values, as k.
+        v: this rank's values, as k. Their head dimension may be smaller, as in DeepSeek-V3; they
+            travel and are computed as wide as keys.
         context: the live process groups of the plan.
         layout: the batch's layout, from `context.shard`.
         softmax_scale: multiplies q . k; D ** -0.5 if left out.
@@ -81,7 +85,7 @@ def hexiseq_attention(
         alibi_slopes: only None.
 
     Returns:
-        The output, in the shape and dtype of q.
+        The output, as q but with the head dimension of v.
 
     Raises:
         InputError: if a tensor doesn't fit the plan or the layout, or an argument is unsupported.
@@ -95,7 +99,7 @@ def hexiseq_attention(
             learnable_sink=learnable_sink,
         )  # fmt: skip  # one opaque operation: the compiler does not stop
         assert isinstance(alone, torch.Tensor)
-        return alone.view(q.shape)
+        return alone.view(*q.shape[:-1], v.shape[-1])
     arguments = (
         q, k, v, context, layout,
         softmax_scale, causal, window_size, softcap, rope, learnable_sink,
@@ -153,13 +157,15 @@ def _attend(
             x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
         )
         held += f", {'with' if wanted else 'no'} gradients"
+        if v.shape != k.shape:
+            held += f", values of {v.shape[-1]}"
         context.calls.agree_on_options(q.dtype, q.shape[-1], f"{options}, {style}, {held}")
         context.calls.agree_on_batch(layout)
     call = _Call(context, layout, options, deterministic, reduce_dtype)
     out: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, sink, call, rotation
+        q, k, widened(v, k.shape[-1]), sink, call, rotation
     )
-    return out.reshape(given.shape)
+    return narrowed(out, v.shape[-1]).reshape(*given.shape[:-1], v.shape[-1])
 
 
 def _rows(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -186,8 +192,7 @@ def _check(
                 f"{name} has shape {tuple(x.shape)} on rank {context.rank}; plan and layout ask "
                 f"for {(tokens, heads, head_dim)}: (tokens, heads, head_dim)"
             )
-    if v.shape != k.shape:
-        raise InputError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be alike")
+    check_values(k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != q.dtype or not x.dtype.is_floating_point:
             raise InputError(f"{name} is {x.dtype}, q {q.dtype}; all must be one floating dtype")

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from hexiseq_triton.errors import InputError
@@ -56,7 +57,8 @@ def flash_attn_varlen_func(
     Args:
         q: queries, [T, H, D] bf16, fp16 or fp32, any strides.
         k: keys, [T_kv, H_kv, D]; H_kv divides H.
-        v: values, as k.
+        v: values, as k. Their head dimension may be smaller, as in DeepSeek-V3; they are computed
+            as wide as keys.
         cu_seqlens_q: row at which each document begins in q, then T; [num_docs + 1] int32 or
             int64. Documents may be empty.
         cu_seqlens_k: the same for k and v.
@@ -76,11 +78,11 @@ def flash_attn_varlen_func(
             and not capped. It takes part in the softmax and has no value.
 
     Returns:
-        out, in the shape and dtype of q; 0 where a query sees no key. With `return_attn_probs`
-        also lse, [H, T] fp32 (fp64 for fp64 inputs): natural log of the sum of exp of each
-        query's scores, after scale and softcap; -inf where it sees no key. The scores are those
-        of keys: lse leaves the sink out, so that parts over different keys can be merged, and
-        logaddexp(lse, learnable_sink[:, None]) has it in.
+        out, as q but with the head dimension of v; 0 where a query sees no key. With
+        `return_attn_probs` also lse, [H, T] fp32 (fp64 for fp64 inputs): natural log of the sum of
+        exp of each query's scores, after scale and softcap; -inf where it sees no key. The scores
+        are those of keys: lse leaves the sink out, so that parts over different keys can be merged,
+        and logaddexp(lse, learnable_sink[:, None]) has it in.
 
     Raises:
         InputError: if tensors don't fit each other or an argument is not supported.
@@ -128,11 +130,11 @@ def flash_attn_func(
     Args:
         q: queries, [B, S, H, D] bf16, fp16 or fp32; no copy is made where [B * S, H, D] is a view.
         k: keys, [B, S_kv, H_kv, D]; H_kv divides H, S_kv may differ from S.
-        v: values, as k.
+        v: values, as k, or narrower.
 
     Returns:
-        out, in the shape and dtype of q; with `return_attn_probs` (out, lse, None), where lse is
-        [B, H, S].
+        out, as q but with the head dimension of v; with `return_attn_probs` (out, lse, None), where
+        lse is [B, H, S].
 
     Raises:
         InputError: if tensors don't fit each other or an argument is not supported.
@@ -150,7 +152,7 @@ def flash_attn_func(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), learnable_sink, documents,
         softmax_scale, causal, window_size, softcap, deterministic,
     )  # fmt: skip
-    out = out.view(q.shape)
+    out = out.view(*q.shape[:-1], v.shape[-1])
     if not return_attn_probs:
         return out
     return out, lse.view(num_heads, batch, seq_q).transpose(0, 1).contiguous(), None
@@ -178,8 +180,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
             raise InputError(f"{name} is {x.dtype}, q {q.dtype}; all must be one floating dtype")
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device}, q on {q.device}; they must be together")
-    if v.shape != k.shape:
-        raise InputError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be alike")
+    check_values(k, v)
     if q.shape[-1] != k.shape[-1]:
         raise InputError(f"k has head dimension {k.shape[-1]}, q {q.shape[-1]}; they must be alike")
     check_supported(q)
@@ -188,6 +189,30 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: st
         raise InputError(
             f"q has {num_heads} heads, k {num_kv_heads}; q needs a multiple of the heads of k"
         )
+
+
+def check_values(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise an InputError unless v fits k: as many values, each of as many numbers or fewer."""
+    if v.shape[:-1] != k.shape[:-1]:
+        raise InputError(
+            f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be alike, but for a "
+            "smaller head dimension of v"
+        )
+    if not min(1, k.shape[-1]) <= v.shape[-1] <= k.shape[-1]:
+        raise InputError(
+            f"v has head dimension {v.shape[-1]}, k {k.shape[-1]}; values may be as wide as keys "
+            "or narrower"
+        )
+
+
+def widened(v: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return values as wide as keys, with zeros behind their own numbers."""
+    return v if v.shape[-1] == head_dim else F.pad(v, (0, head_dim - v.shape[-1]))
+
+
+def narrowed(out: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return what values of `head_dim` numbers gave, without what their zeros gave."""
+    return out if out.shape[-1] == head_dim else out[..., :head_dim].contiguous()
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -288,5 +313,6 @@ def _attend(
     mask, scale, cap = options_of(q.shape[-1], softmax_scale, causal, window_size, softcap)
     if sink is not None:
         sink = sink.to(state_dtype(q.dtype)).contiguous()
-    out, lse = packed_forward(q, k, v, sink, *documents, *mask, scale, cap, deterministic)
-    return out, lse
+    wide = widened(v, k.shape[-1])
+    out, lse = packed_forward(q, k, wide, sink, *documents, *mask, scale, cap, deterministic)
+    return narrowed(out, v.shape[-1]), lse

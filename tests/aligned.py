@@ -33,7 +33,7 @@ def aligned_attention(
     """
     group = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    outputs, lses = [q[:0]], [q[:0, :, 0].T]
+    outputs, lses = [q[:0, :, : v.shape[-1]]], [q[:0, :, 0].T]
     documents = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True)
     for queries, keys, values in documents:
         keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))

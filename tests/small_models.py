@@ -34,6 +34,15 @@ LLAMA4 = {
     "no_rope_layer_interval": 2,
     "attn_temperature_tuning": False,
 }
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,  # of what RoPE turns
+}
+"""Of attention whose values are narrower than its keys, one KV head for each query head."""
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
@@ -53,6 +62,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),  # a layer without positions
     "cohere2": ("Cohere2Config", SLIDING),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 9}),
+    "deepseek_v2": ("DeepseekV2Config", LATENT | {"first_k_dense_replace": 2}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        LATENT
+        | EXPERTS
+        | {"q_lora_rank": 24, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    ),
+    "minicpm3": ("MiniCPM3Config", LATENT | {"q_lora_rank": 24}),
     "llama4": ("Llama4TextConfig", LLAMA4 | {"attention_chunk_size": 64}),
 }
 """Models that equal themselves."""
@@ -63,6 +80,9 @@ PLANS = {
     # ranks 1 and 3 have no token, rank 3 no head either; rank 4 is idle
     "uneven": Plan.from_splits(
         [Split((40, 0), (5, 3)), Split((56, 0), (8, 0))], num_kv_heads=2, world_size=5
+    ),
+    "a KV head for each query head": Plan.from_splits(
+        [Split((40, 0), (5, 3)), Split((56, 0), (8, 0))], num_kv_heads=8, world_size=5
     ),
     "even": Plan.from_splits(
         [Split((24, 24), (4, 4)), Split((24, 24), (4, 4))], num_kv_heads=2, world_size=5

@@ -11,6 +11,7 @@ import torch
 from aligned import NEEDS_GPU, NOTHING_SEEN, aligned_attention, packed, varlen
 from assertions import assert_as_close_as
 
+import hexiseq_triton as hx
 from hexiseq_triton.segments import FULL, Mask
 
 CASES: list[tuple[list[int], list[int], int, int, dict[str, Any]]] = [
@@ -52,6 +53,32 @@ def test_output_lse_and_gradients_equal_dense_attention(
     unseen = lse == NOTHING_SEEN
     assert (out.transpose(0, 1)[unseen] == 0).all()
     assert (grads[0].transpose(0, 1)[unseen] == 0).all()
+
+
+@pytest.mark.parametrize("width", [1, 5, 7])
+def test_values_narrower_than_keys_equal_dense_attention(width: int) -> None:
+    lengths = ([40, 0, 20], [13, 5, 31])
+    options: dict[str, Any] = {"causal": True, "softcap": 2.0}
+    q, k, v = packed(*lengths, per_kv=3, kv_heads=2)
+    v = v.detach()[..., :width].requires_grad_()
+    sink = torch.linspace(-1.0, 1.0, 6).double().requires_grad_()
+    inputs = (q, k, v, sink)
+    out, lse, _ = varlen(
+        (q, k, v), *lengths, return_attn_probs=True, learnable_sink=sink, **options
+    )
+    expected = aligned_attention(q, k, v, *lengths, learnable_sink=sink, **options)
+    assert out.shape == (60, 6, width)
+    assert out.is_contiguous()
+    do = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, do)
+    grads_ref = torch.autograd.grad(expected[0], inputs, do)
+    for a, b in zip((out, lse, *grads), (*expected, *grads_ref), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+    q, k, v = (x.detach()[:9].view(1, 9, -1, x.shape[-1]) for x in (q, k, v))
+    found = hx.flash_attn_func(q, k, v, causal=True)
+    whole, _ = aligned_attention(q[0], k[0], v[0], [9], [9], causal=True)
+    torch.testing.assert_close(found, whole[None], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -36,6 +36,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(7, 4, 8).int()}, r"q is torch\.int32"),
     ({"k": torch.zeros(9, 2, 8, device="meta")}, "k is on meta, q on cpu"),
     ({"v": torch.zeros(8, 2, 8)}, r"v has shape \(8, 2, 8\), k \(9, 2, 8\)"),
+    ({"v": torch.zeros(9, 2, 16)}, "v has head dimension 16, k 8; values may be as wide as keys"),
+    ({"v": torch.zeros(9, 2, 0)}, "v has head dimension 0, k 8"),
     ({"cu_seqlens_q": torch.tensor([0.0, 7.0])}, r"cu_seqlens_q is torch\.float32; use torch\.int"),
     ({"cu_seqlens_k": torch.tensor([[0, 9]])}, r"cu_seqlens_k has shape \(1, 2\); expected \[num"),
     ({"cu_seqlens_k": torch.tensor([0, 4, 8])}, "cu_seqlens_k goes from 0 to 8; k has 9 tokens"),

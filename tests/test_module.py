@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import torch
+from aligned import aligned_attention
 from pool import TIMEOUT, Pool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -114,3 +115,44 @@ def test_another_default_device_changes_nothing(pool: Pool) -> None:
     expected = pool.run(under_default_device, None)
     for found, usual in zip(pool.run(under_default_device, "meta"), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, usual, strict=True))
+
+
+def with_values_of(rank: int, width: int) -> list[torch.Tensor]:
+    """Worker: return output and gradients where values are narrower than keys, and the inputs."""
+    draw = torch.Generator().manual_seed(1)
+    whole = {
+        name: torch.randn(24, heads, size, generator=draw, dtype=torch.float64)
+        for name, heads, size in (("q", 4, 8), ("k", 2, 8), ("v", 2, width), ("do", 4, width))
+    }
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        batch = context.shard(whole, cu_seqlens=BOUNDS)
+        q, k, v = (batch[name].requires_grad_() for name in "qkv")
+        o = HexiSeqAttention(context, causal=True)(q, k, v, batch.layout)
+        o.backward(batch["do"])
+        found = [context.unshard(x.detach(), batch.layout) for x in (o, q.grad, k.grad, v.grad)]
+        return found + list(whole.values())
+
+
+def test_values_narrower_than_keys_equal_dense_attention(pool: Pool) -> None:
+    *_, (*found, q, k, v, do) = pool.run(with_values_of, 5)[:-1]  # the last rank is idle
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    lengths = [9, 0, 15]
+    out, _ = aligned_attention(*inputs, lengths, lengths, causal=True)
+    expected = (out, *torch.autograd.grad(out, inputs, do))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def with_width_of_rank(rank: int) -> None:
+    """Worker: rank 0 alone has narrower values."""
+    with init(PLAN, device="cpu", timeout=TIMEOUT) as context:
+        batch = context.shard({"x": torch.ones(24, 6, 8)}, cu_seqlens=BOUNDS)
+        q, k = batch["x"][:, :4], batch["x"][:, 4:]
+        v = k[..., :5] if rank == 0 else k
+        HexiSeqAttention(context, causal=True)(q, k, v, batch.layout)
+
+
+def test_ranks_whose_values_differ_in_width_say_so(pool: Pool) -> None:
+    for outcome in pool.outcomes(with_width_of_rank)[:3]:  # those of rank 0's replica
+        assert outcome.kind == "InputError"
+        assert "values of 5" in outcome.error

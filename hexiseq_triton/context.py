@@ -39,6 +39,8 @@ SM_MARGIN = 8
 """What `hexiseq profile` tries as `sm_margin`: multiprocessors for NCCL's kernels."""
 _FAULT_PATIENCE = timedelta(seconds=2)
 _names = count()  # contexts are made in the same order on every rank
+_open: list[ParallelContext] = []
+"""Contexts of this process that are not closed, in the order they were made in."""
 
 
 def init(
@@ -81,12 +83,13 @@ def init(
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)  # whose streams the exchange lets wait
         if agreement is None:
-            start_world(chosen, timeout)
+            start_world(chosen, timeout, f"of context {name}")
             agreement = _agreement(name, timeout)
         agreed, world_ranks = _agree_on_plan(plan, chosen, agreement, remap)
         context = ParallelContext(agreed, chosen, timeout, agreement, world_ranks, owns_world)
         if symmetric_memory:
             context.share_memory(timeout)
+        _open.append(context)
         return context
     except BaseException as error:
         if agreement is not None and not isinstance(error, (PlanError, PeerError)):
@@ -356,14 +359,28 @@ class ParallelContext:
         )
 
     def close(self) -> None:
-        """Destroy the groups, and torch.distributed if `init` initialised it."""
+        """Destroy the groups, and torch.distributed if `init` initialised it for this context.
+
+        Where contexts made later still use it, the last of them to close destroys it.
+        """
         if self.peer_routes is not None:
             self.peer_routes.close()
         groups, self._groups = self._groups, []
         for group in groups:
             dist.destroy_process_group(group)
-        if self._owns_world and groups:
+        later = self._leave_open()
+        if self._owns_world and later:
+            later[0]._owns_world = True
+        elif self._owns_world and groups:
             dist.destroy_process_group()
+
+    def _leave_open(self) -> list[ParallelContext]:
+        """Count this context as closed; return those that were made after it."""
+        if self not in _open:
+            return []
+        place = _open.index(self)
+        del _open[place]
+        return _open[place:]
 
     def __enter__(self) -> ParallelContext:
         return self

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,11 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process: which it is, and where it meets the others."""
 
+_stores: dict[tuple[str, ...], dist.Store] = {}
+"""The store of each place where processes have met. Their next world meets there too: rank 0 may
+serve it, and would not be done with closing it when the others come again."""
+_worlds = count()
+
 
 def settle_environment() -> None:
     """Set what the environment leaves open; to be called before the GPU is used."""
@@ -34,29 +40,57 @@ def settle_environment() -> None:
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
 
 
-def start_world(device: torch.device, timeout: timedelta) -> None:
+def start_world(device: torch.device, timeout: timedelta, name: str | None = None) -> None:
     """Let the processes that torchrun started meet: over NCCL with a GPU, else over gloo.
+
+    Args:
+        device: this process's device.
+        timeout: how long a rank waits for another.
+        name: of this world among all of these processes, the same on every rank; left out, they
+            have started as many before.
 
     Raises:
         ConfigError: if torchrun did not start this process.
         PeerError: if the processes do not all meet.
     """
+    name = f"world {next(_worlds)}" if name is None else name
     check_started_by_torchrun("script.py")
     settle_environment()
     try:
+        # of its own: addresses of an earlier world would be taken for those of this one
+        store = dist.PrefixStore(f"hexiseq/{name}", _store(timeout))
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        rank, size, address, port = (os.environ[name] for name in _RENDEZVOUS)
+        own, number, address, port = _place()
         why = str(error).splitlines()[0].rstrip(".")
         raise PeerError(
-            f"rank {rank}: the {size} processes did not meet at {address}:{port} (timeout "
+            f"rank {own}: the {number} processes did not meet at {address}:{port} (timeout "
             f"{timeout.total_seconds():g} s): {why}. Start all of them, with an address that every "
             "host reaches and a free port"
         ) from error
+
+
+def _place() -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in _RENDEZVOUS)
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    """Return the store at which torchrun lets the processes meet."""
+    place = _place()
+    if place not in _stores:
+        _stores[place], _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    _stores[place].set_timeout(timeout)
+    return _stores[place]
 
 
 def check_started_by_torchrun(program: str, how: str = "") -> None:

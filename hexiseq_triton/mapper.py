@@ -89,5 +89,8 @@ class Mapper:
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    found: torch.Tensor = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    # an evaluation may be the first that needs so much, and what trains afterwards could not write
+    # into an inference tensor
+    with torch.inference_mode(False):
+        found: torch.Tensor = symmetric_memory.empty(*shape, dtype=dtype, device=device)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality import dense, planned, random_qkv
 from faults import FIVE, SHORT, THREE, same_error
-from pool import TIMEOUT, Pool
+from pool import TIMEOUT, Pool, free_port
 
-from hexiseq_triton.context import init
+from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.devices import DeviceReport, local_device
 from hexiseq_triton.errors import ConfigError, PeerError
 from hexiseq_triton.planner import Plan, Split
@@ -258,3 +260,35 @@ def one_names_no_device(rank: int) -> bool:
 
 def test_an_init_that_failed_on_one_rank_can_be_tried_again(pool: Pool) -> None:
     assert pool.run(one_names_no_device) == [True] * 5
+
+
+def one_world_after_the_other(rank: int, port: int) -> tuple[list[float], bool]:
+    """Worker: three times make a world, the last time for two contexts, the first closed first.
+
+    Returns a mean of each context, and whether a world is left.
+    """
+    dist.destroy_process_group()  # the pool's
+    told = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in told.items()}
+    plan = Plan.from_splits([Split((5,), (2,)), Split((3,), (2,))], num_kv_heads=2)
+    found = []
+    for _ in range(2):
+        with init(plan, device="cpu", timeout=SHORT) as context:
+            found.append(mean_of(context))
+    first, second = (init(plan, device="cpu", timeout=SHORT) for _ in range(2))
+    found.append(mean_of(first))
+    first.close()
+    found.append(mean_of(second))
+    second.close()
+    return found, dist.is_initialized()
+
+
+def mean_of(context: ParallelContext) -> float:
+    """Return what all ranks take part in."""
+    return float(context.token_mean(torch.tensor(1.0 + context.rank), 1, grad_average=1))
+
+
+def test_a_process_may_make_one_world_after_the_other() -> None:
+    """Under torchrun all meet at one store, in which the addresses of the last one stand."""
+    with Pool(2) as two:
+        assert two.run(one_world_after_the_other, free_port()) == [([1.5] * 4, False)] * 2

@@ -138,3 +138,17 @@ def test_what_failed_once_is_not_tried_again() -> None:
         memory, path = open_peer_memory(one, PATIENCE, "the head all-to-all")
         assert memory is None
         assert path == "NCCL: mapping failed before: operation not permitted"
+
+
+def test_training_writes_into_what_was_mapped_in_inference_mode() -> None:
+    alone = mock.Mock()
+    with (
+        mock.patch.multiple(mapper, _times=0, _failed=""),
+        mock.patch("torch.distributed._symmetric_memory.empty", torch.empty),
+        mock.patch("torch.distributed._symmetric_memory.rendezvous"),
+        torch.inference_mode(),
+    ):
+        buffer, _ = Mapper(alone, CPU, lambda answer: [answer], lambda: alone).map((8,), torch.int8)
+
+    with torch.no_grad():  # as backward does
+        assert buffer[:4].copy_(torch.arange(4)).tolist() == [0, 1, 2, 3]

@@ -33,7 +33,7 @@ def summed_cross_entropy(
         chunk_rows: rows whose logits exist at a time; as many as the planner counts on if left out.
 
     Raises:
-        InputError: if the shapes or dtypes don't fit each other.
+        InputError: if the shapes or dtypes don't fit each other, or `chunk_rows` is below 1.
     """
     _check("x", x, labels)
     alike = weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
@@ -42,8 +42,10 @@ def summed_cross_entropy(
             f"weight has shape {tuple(weight.shape)} and is {weight.dtype}; expected "
             f"[vocab, {x.shape[1]}] in {x.dtype}"
         )
-    chunk_rows = chunk_rows or chunk_tokens(weight.shape[0])
-    loss: torch.Tensor = _SummedCrossEntropy.apply(x, weight, labels, chunk_rows)  # type: ignore[no-untyped-call]
+    rows = _rows_of_a_chunk(chunk_rows, weight.shape[0])
+    # asked here: inside the function gradients are off, and `needs_input_grad` knows no `no_grad`
+    is_training = torch.is_grad_enabled()
+    loss: torch.Tensor = _SummedCrossEntropy.apply(x, weight, labels, rows, is_training)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -58,11 +60,11 @@ def summed_cross_entropy_of_logits(
         chunk_rows: rows that exist in float32 at a time; a number by the vocabulary if left out.
 
     Raises:
-        InputError: if the shapes or dtypes don't fit each other.
+        InputError: if the shapes or dtypes don't fit each other, or `chunk_rows` is below 1.
     """
     _check("logits", logits, labels)
-    chunk_rows = chunk_rows or chunk_tokens(logits.shape[1])
-    loss: torch.Tensor = _OfLogits.apply(logits, labels, chunk_rows)  # type: ignore[no-untyped-call]
+    rows = _rows_of_a_chunk(chunk_rows, logits.shape[1])
+    loss: torch.Tensor = _OfLogits.apply(logits, labels, rows)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -76,6 +78,23 @@ def _check(name: str, rows: torch.Tensor, labels: torch.Tensor) -> None:
         raise InputError(
             f"labels have shape {tuple(labels.shape)} and are {labels.dtype}; expected one int64 "
             f"for each of {rows.shape[0]} tokens"
+        )
+
+
+def _rows_of_a_chunk(chunk_rows: int | None, vocab: int) -> int:
+    if chunk_rows is None:
+        return chunk_tokens(vocab)
+    if chunk_rows < 1:
+        raise InputError(f"chunk_rows is {chunk_rows}; it must be 1 or more, or None")
+    return chunk_rows
+
+
+def _refuse_second_derivative() -> None:
+    """Raise if backward is to be differentiated: what it returns would count as constant."""
+    if torch.is_grad_enabled():
+        raise InputError(
+            "the gradients of summed cross entropy cannot be differentiated again; call backward "
+            "without create_graph=True, or use torch.nn.functional.cross_entropy"
         )
 
 
@@ -95,6 +114,7 @@ class _OfLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         logits, target, ignored, lse = ctx.saved_tensors
         dlogits = torch.empty_like(logits)
         parts = (x.split(ctx.chunk_rows) for x in (logits, dlogits, target, ignored, lse))
@@ -108,13 +128,18 @@ class _OfLogits(torch.autograd.Function):
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_rows: int
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        chunk_rows: int,
+        is_training: bool,
     ) -> torch.Tensor:
         state = state_dtype(x.dtype)
         loss = torch.zeros((), dtype=state, device=x.device)
-        needs_grad = any(ctx.needs_input_grad)
-        dx = torch.empty_like(x) if needs_grad else None
-        dweight = torch.zeros_like(weight, dtype=state) if needs_grad else None
+        wants_dx, wants_dweight = (is_training and needed for needed in ctx.needs_input_grad[:2])
+        dx = torch.empty_like(x) if wants_dx else None
+        dweight = torch.zeros_like(weight, dtype=state) if wants_dweight else None
         for start in range(0, x.shape[0], chunk_rows):
             rows = slice(start, start + chunk_rows)
             ignored = (labels[rows] == IGNORED_LABEL)[:, None]
@@ -124,20 +149,23 @@ class _SummedCrossEntropy(torch.autograd.Function):
             log_p = torch.log_softmax(own @ weight.T, -1, dtype=state)
             log_p_target = log_p.gather(1, target)
             loss -= log_p_target.masked_fill(ignored, 0.0).sum()
-            if dx is not None and dweight is not None:
-                dlogits = torch.exp(log_p, out=torch.empty_like(log_p, dtype=x.dtype))
-                # p - 1 before it is rounded: p may be next to 1
-                dlogits.scatter_(1, target, torch.expm1(log_p_target).to(x.dtype))
+            if dx is None and dweight is None:
+                continue
+            dlogits = torch.exp(log_p, out=torch.empty_like(log_p, dtype=x.dtype))
+            # p - 1 before it is rounded: p may be next to 1
+            dlogits.scatter_(1, target, torch.expm1(log_p_target).to(x.dtype))
+            if dx is not None:
                 dx[rows] = (dlogits @ weight).masked_fill(ignored, 0.0)
+            if dweight is not None:
                 _add_product(dweight, dlogits.T, own)
-        if dx is not None and dweight is not None:
-            ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dx, dweight = ctx.saved_tensors
-        return _scaled(dx, grads[0]), _scaled(dweight, grads[0]), None, None
+        _refuse_second_derivative()
+        dx, dweight = (None if x is None else _scaled(x, grads[0]) for x in ctx.saved_tensors)
+        return dx, dweight, None, None, None
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,55 @@ def test_no_more_logits_exist_than_those_of_one_chunk() -> None:
     assert seen.rows == 6
 
 
+class _Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    num = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("learns", "has_gradients", "products"),
+    [("xw", True, 3), ("x", True, 2), ("w", True, 2), ("", True, 1), ("xw", False, 1)],
+)
+def test_no_gradient_is_computed_that_nobody_wants(
+    learns: str, has_gradients: bool, products: int
+) -> None:
+    """Under `no_grad` as in evaluation, and of a matrix or inputs that are frozen."""
+    x, weight, labels = random_layer(4)
+    expected = F.cross_entropy(x @ weight.T, labels, reduction="sum").detach()
+    leaves = [leaf.requires_grad_(name in learns) for name, leaf in (("x", x), ("w", weight))]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+
+    with torch.set_grad_enabled(has_gradients), _Products() as seen:
+        loss = summed_cross_entropy(x, weight, labels)
+
+    assert seen.num == products
+    torch.testing.assert_close(loss.detach(), expected)
+    if wanted and has_gradients:
+        exact = F.cross_entropy(x @ weight.T, labels, reduction="sum")
+        found, wanted_grads = (torch.autograd.grad(each, wanted) for each in (loss, exact))
+        torch.testing.assert_close(found, wanted_grads)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [summed_cross_entropy, lambda x, w, y: summed_cross_entropy_of_logits(x @ w.T, y)],
+    ids=["of a layer", "of logits"],
+)
+def test_a_second_derivative_raises(call: Callable[..., torch.Tensor]) -> None:
+    """Else a penalty on the gradient would count nothing: it would be a constant."""
+    x, weight, labels = random_layer(4)
+
+    with pytest.raises(InputError, match="without create_graph=True"):
+        torch.autograd.grad(call(x, weight, labels), x, create_graph=True)
+
+
 def test_low_precision_inputs_give_a_float32_loss() -> None:
     x, weight, labels = random_layer(11)
 
@@ -219,6 +268,8 @@ def test_no_more_logits_exist_in_float32_than_those_of_one_chunk() -> None:
         (lambda x, w, y: summed_cross_entropy(x, w, y[1:]), r"labels have shape \(3,\)"),
         (lambda x, w, y: summed_cross_entropy_of_logits(x @ w.T, y.int()), r"are torch\.int32"),
         (lambda x, w, y: summed_cross_entropy_of_logits(x.int(), y), r"is torch\.int32"),
+        (lambda x, w, y: summed_cross_entropy(x, w, y, chunk_rows=-1), r"chunk_rows is -1"),
+        (lambda x, w, y: summed_cross_entropy_of_logits(x, y, chunk_rows=0), r"chunk_rows is 0"),
     ],
 )
 def test_what_does_not_fit_is_named(call: Callable[..., torch.Tensor], message: str) -> None:

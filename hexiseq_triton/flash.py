@@ -264,11 +264,17 @@ def options_of(
     """Return mask, scale and softcap as kernels take them.
 
     Raises:
-        InputError: if the head dimension, scale or softcap is out of range.
+        InputError: if the head dimension, scale or softcap is out of range, or asks for a gradient.
         ConfigError: if a side of the window is below -1.
     """
     if head_dim < 1:
         raise InputError(f"q has head dimension {head_dim}; it must be at least 1")
+    for name, given in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if isinstance(given, torch.Tensor) and given.requires_grad:
+            raise InputError(
+                f"{name} requires grad; it is a number and would get no gradient: detach it, or "
+                "multiply q by a scale that learns"
+            )
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     if not 0.0 < scale < math.inf:
         raise InputError(f"softmax_scale is {scale}; it must be positive and finite")

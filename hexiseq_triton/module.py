@@ -16,7 +16,8 @@ class HexiSeqAttention(nn.Module):
     """Exact attention of a packed batch over uneven tokens and heads.
 
     Arguments have flash-attention 2's names and defaults; see `hexiseq_attention`. The only
-    parameter is `sink`, float32 [H], which begins at 0; None unless `learnable_sink`.
+    parameter is `sink`, [H] in torch's default dtype, which begins at 0; None unless
+    `learnable_sink`.
     """
 
     def __init__(

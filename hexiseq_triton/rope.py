@@ -5,11 +5,13 @@ Source: Su et al., arXiv:2104.09864.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hexiseq_triton.errors import InputError
+from hexiseq_triton.flash import check_tensor
 from hexiseq_triton.kernels import state_dtype
 from hexiseq_triton.kernels.rotation import Rotation, turn
 
@@ -70,7 +72,16 @@ RopeLike = Rope | tuple[torch.Tensor, torch.Tensor]
 
 
 def as_rope(rope: RopeLike) -> Rope:
-    return rope if isinstance(rope, Rope) else Rope(*rope)
+    """Return what was given as a Rope.
+
+    Raises:
+        InputError: if it is neither one nor (cos, sin).
+    """
+    if isinstance(rope, Rope):
+        return rope
+    if not isinstance(rope, Sequence) or len(rope) != 2:
+        raise InputError(f"rope is a {type(rope).__name__}; pass (cos, sin) or a Rope")
+    return Rope(*rope)
 
 
 def rope_tables(
@@ -106,6 +117,7 @@ def apply_rope(
 
 
 def _check(name: str, table: torch.Tensor, x: torch.Tensor, rotary_dim: int) -> None:
+    check_tensor(f"rope's {name}", table)
     rows, half = x.shape[0], rotary_dim // 2
     if table.shape not in ((rows, half), (rows, rotary_dim)):
         raise InputError(

@@ -29,6 +29,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 1e6}, r"softcap is 1000000\.0; it must be positive, at most 10000"),
     ({"softmax_scale": 0.0}, r"softmax_scale is 0\.0; it must be positive"),
     ({"softmax_scale": float("inf")}, "softmax_scale is inf; it must be positive and finite"),
+    ({"softmax_scale": torch.ones((), requires_grad=True)}, "softmax_scale requires grad; it is a"),
+    ({"softcap": torch.ones((), requires_grad=True)}, "softcap requires grad; it is a number"),
     ({"q": torch.zeros(1, 7, 4, 8)}, r"q has shape \(1, 7, 4, 8\); expected \[T, heads, head_dim"),
     ({"q": torch.zeros(7, 3, 8)}, "q has 3 heads, k 2"),
     ({"q": torch.zeros(7, 4, 16)}, "k has head dimension 8, q 16"),

@@ -50,6 +50,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         EXPERTS | SLIDING | {"num_experts": 4, "use_sliding_window": True},
         "a document has 60 tokens and the config's sliding_window is 9, but Qwen2MoeAttention",
     ),
+    "mistral both ways": (
+        "MistralConfig",
+        {"sliding_window": 9, "is_causal": False},
+        "a document has 60 tokens and MistralAttention attends both ways (is_causal=False) within "
+        "sliding_window 9",
+    ),
     "longrope": (
         "Phi3Config",
         {
@@ -70,7 +76,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "the model's rope_type is 'dynamic', which beyond 32",
     ),
 }
-"""Models in which ranks would see their own tokens alone, or turn them differently."""
+"""Models in which tokens would see others than in one process, or be turned differently."""
 
 
 def refused(rank: int, what: str, wrong_ranks: tuple[int, ...]) -> str:

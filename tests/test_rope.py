@@ -14,7 +14,7 @@ from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.context import ParallelContext, init
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.planner import Plan, Split
-from hexiseq_triton.rope import Rope, apply_rope, rope_tables
+from hexiseq_triton.rope import Rope, apply_rope, as_rope, rope_tables
 from hexiseq_triton.shard import LocalBatch
 
 T, H, D = 7, 3, 8
@@ -94,13 +94,18 @@ def test_low_precision_is_computed_in_float32_and_rounded_once() -> None:
         (torch.ones(T, 4, requires_grad=True), {}, "cos requires grad"),
         (torch.ones(T, 4), {"rotary_dim": 10}, "rotary_dim is 10; it must be even, from 2 to 8"),
         (torch.ones(T, 4), {"rotary_dim": 3}, "rotary_dim is 3"),
+        ([[1.0] * 4] * T, {}, "rope's cos is a list; pass a tensor"),
     ],
 )
-def test_tables_that_do_not_fit_are_named(
-    cos: torch.Tensor, options: dict[str, Any], message: str
-) -> None:
+def test_tables_that_do_not_fit_are_named(cos: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         apply_rope(random(T, H, D), cos, torch.ones(T, 4), **options)
+
+
+@pytest.mark.parametrize("rope", [tables()[:1], tables()[0], 8.0])
+def test_what_is_no_rope_is_named(rope: Any) -> None:
+    with pytest.raises(InputError, match=rf"rope is a {type(rope).__name__}; pass \(cos, sin\)"):
+        as_rope(rope)
 
 
 # -------------------------------------------------------------------- inside attention

@@ -78,6 +78,28 @@ def check_lengths(module: torch.nn.Module, layout: BatchLayout, sliding_window: 
             )
 
 
+def check_window(
+    module: torch.nn.Module,
+    layout: BatchLayout,
+    sliding_window: int | None,
+    is_causal: bool | None,
+) -> None:
+    """Refuse documents longer than the window of a decoder that is asked to attend both ways.
+
+    An encoder passes its window as flash kernels count, itself included; of a decoder with
+    `is_causal=False` transformers' eager and sdpa attentions let each side see one token more.
+    """
+    asked_both_ways = is_causal is False and getattr(module, "is_causal", True)
+    longest = max(layout.document_lengths, default=0)
+    if sliding_window is not None and asked_both_ways and longest > sliding_window:
+        raise InputError(
+            f"a document has {longest} tokens and {type(module).__name__} attends both ways "
+            f"(is_causal=False) within sliding_window {sliding_window}, which transformers' "
+            f"attentions take for {sliding_window - 1} or for {sliding_window} tokens to each "
+            f"side: use documents of up to {sliding_window}, or set sliding_window to None"
+        )
+
+
 def _moving_ropes(config: Any) -> list[tuple[str, int]]:
     """Return the kinds of RoPE that depend on the longest sequence, and from which length on."""
     told = getattr(config, "rope_parameters", None) or {}

@@ -75,7 +75,10 @@ class Corpus:
     ) -> None:
         root = standard_library() if folder is None else Path(folder)
         if not root.is_dir():
-            raise ConfigError(f"corpus: folder is {root}; there is no such folder")
+            problem = "there is no such folder"
+            if root.exists():
+                problem = f"this is a file: folder: {root.parent}, pattern: {root.name} reads it"
+            raise ConfigError(f"corpus: folder is {root}; {problem}")
         try:
             found = list(root.rglob(pattern))
         except (NotImplementedError, ValueError) as error:

@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 from hexiseq_triton.planner import Plan
-from hexiseq_triton.reports.plan_tables import print_plan
+from hexiseq_triton.reports.plan_tables import print_line, print_plan
+from hexiseq_triton.reports.terminal import print_table, terminal
 from hexiseq_triton.wording import counted
 
 if TYPE_CHECKING:
     from hexiseq_triton.demo import Summary
 
-console = Console()
-
 
 def print_plan_chosen(chosen: Plan) -> None:
     """Print the plan's tables, and what it has over the best baseline."""
+    console = terminal()
     print_plan(chosen, console)
     priced = {
         name: baseline.step_seconds
@@ -32,7 +31,7 @@ def print_plan_chosen(chosen: Plan) -> None:
     if chosen.predicted and priced:
         best = min(priced, key=lambda name: priced[name])
         ratio = priced[best] / chosen.predicted.step_seconds
-        console.print(f"predicted {ratio:.2f}x as fast as the best baseline, {best}")
+        print_line(f"predicted {ratio:.2f}x as fast as the best baseline, {best}", console)
 
 
 def print_losses(distributed: Sequence[float], single: Sequence[float]) -> None:
@@ -42,21 +41,24 @@ def print_losses(distributed: Sequence[float], single: Sequence[float]) -> None:
         table.add_column(name, justify="right")
     for step, (a, b) in enumerate(zip(distributed, single, strict=True), 1):
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b) / b:.1e}")
-    console.print(table)
+    print_table(table, terminal())
 
 
 def print_verdict(summary: Summary, failures: Sequence[str], out: Path) -> None:
     """Print the figures that decide, and what failed."""
-    console.print(
+    console = terminal()
+    print_line(
         f"largest relative difference: loss {summary.max_relative_loss_difference:.2g}, "
         f"gradient of step 1 {summary.max_relative_gradient_difference:.2g}\n"
         f"the loss fell by {summary.loss_drop:.2f} nats; cuts run through "
         f"{counted(summary.documents_cut, 'document')} of step 1\n"
         f"{summary.seconds:.0f} s on {summary.device}; open {out / 'loss.png'}, and "
-        f"{out / 'trace.json'} in https://ui.perfetto.dev"
+        f"{out / 'trace.json'} in https://ui.perfetto.dev",
+        console,
     )
     for failure in failures:
-        console.print(f"[red]failed:[/] {failure}")
+        console.print("failed:", style="red", end=" ")
+        print_line(failure, console)
 
 
 def draw_losses(distributed: Sequence[float], single: Sequence[float], path: Path) -> None:

@@ -48,6 +48,7 @@ from hexiseq_triton.training_parts import (
     make_corpus,
     make_optimizer,
     model_config,
+    remarks,
     sharded_model,
 )
 
@@ -135,12 +136,8 @@ class Training:
             shape = model_config(config, context.plan)
             self.corpus = make_corpus(config)
             agree_on_run(context, config, shape, self.corpus)
-        if context.rank == 0 and self.corpus.num_tokens < self._step_tokens:
-            _log.warning(
-                "a step takes %d tokens, and the corpus has %d: each step repeats documents",
-                self._step_tokens,
-                self.corpus.num_tokens,
-            )
+        for remark in remarks(context.plan, config, self.corpus) if context.rank == 0 else ():
+            _log.warning(remark)
         self.model = sharded_model(shape, context, config)
         record_layers(self.model, context.timeline)
         self.optimizer = make_optimizer(self.model, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
@@ -15,6 +16,7 @@ from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.llama import Llama, LlamaConfig, initialize
 from hexiseq_triton.planner import Plan
 from hexiseq_triton.planner.models import ModelSpec
+from hexiseq_triton.tracing.record import is_of_another_model
 from hexiseq_triton.training_config import TrainingConfig
 
 _OF_A_NODE = {"out", "timeout_seconds"}
@@ -71,6 +73,22 @@ def make_corpus(config: TrainingConfig) -> Corpus:
         max_document_tokens=options.max_document_tokens,
         seed=config.seed,
     )
+
+
+def remarks(plan: Plan, config: TrainingConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield what to know of a run before it begins, a sentence each."""
+    tokens = plan.global_batch * plan.seq_len
+    if corpus.num_tokens < tokens:
+        yield (
+            f"a step takes {tokens} tokens, and the corpus has {corpus.num_tokens}: each step "
+            "repeats documents"
+        )
+    if is_of_another_model(plan, ModelSpec.load(config.model)):
+        yield (
+            f"the plan was made for another model than {config.model}, with the same heads, but "
+            "other layers, widths or vocabulary: its times and memory are not this model's, which "
+            "may run out of memory; plan again for this one"
+        )
 
 
 def sharded_model(shape: LlamaConfig, context: ParallelContext, config: TrainingConfig) -> Llama:

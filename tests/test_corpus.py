@@ -82,6 +82,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         Corpus(tmp_path / "nowhere")
 
 
+def test_a_file_in_the_place_of_its_folder_is_told_how_to_name_it(folder: Path) -> None:
+    says = rf"folder is {folder / 'b.py'}; this is a file: folder: {folder}, pattern: b.py reads it"
+    with pytest.raises(ConfigError, match=says):
+        Corpus(folder / "b.py")
+
+
 def test_a_document_longer_than_a_sequence_is_cut_at_its_ends(folder: Path) -> None:
     corpus = Corpus(folder, pattern="b.py")
 

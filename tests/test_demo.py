@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hexiseq_triton.cli import app
 from hexiseq_triton.demo import CLUSTER, Summary, _train_distributed, largest, run_demo
+from hexiseq_triton.demo_report import print_losses, print_verdict
 from hexiseq_triton.errors import PeerError
 from hexiseq_triton.planner import Cluster, Plan, Split
 from hexiseq_triton.training_config import TrainingConfig
@@ -77,6 +78,18 @@ def test_a_broken_promise_is_named(change: dict[str, float], message: str) -> No
 def test_one_nan_among_the_differences_is_not_passed_over() -> None:
     assert math.isnan(largest([1e-6, float("nan"), 1e-7]))
     assert largest([1e-6, 3e-6, 1e-7]) == 3e-6
+
+
+def test_the_verdict_names_its_files_in_one_line_each_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = Path("a folder [bold] of a run", "with a long name", "that no terminal holds " * 5)
+    print_losses([5.0], [5.0])
+    print_verdict(KEPT, ["loss_drop is 1.2"], out)
+
+    printed = capsys.readouterr().out
+    assert f"open {out / 'loss.png'}, and {out / 'trace.json'} in" in printed
+    assert "failed: loss_drop is 1.2\n" in printed
 
 
 @pytest.mark.parametrize(("kept", "code"), [(True, 0), (False, 1)])

@@ -126,9 +126,9 @@ def test_what_only_makes_it_slow_is_a_remark(change: dict[str, object], part: st
     assert part in remark
 
 
-def printed(found: Diagnosis) -> str:
+def printed(found: Diagnosis, width: int = 200) -> str:
     page = StringIO()
-    print_diagnosis(found, Console(file=page, width=200))
+    print_diagnosis(found, Console(file=page, width=width))
     return page.getvalue()
 
 
@@ -141,6 +141,12 @@ def test_the_table_has_a_row_a_rank_and_ends_with_the_verdict() -> None:
     text = printed(diagnosed(reports(versions={"torch": "1"})))
     assert "fix: torch differs" in text
     assert "can work together" not in text
+
+
+def test_a_narrow_terminal_cuts_no_name_and_no_time() -> None:
+    text = printed(diagnosed(reports(host="node-17.cluster.example")), width=60)
+    assert "node-17.cluster.example" in text
+    assert "…" not in text
 
 
 def test_nccl_s_log_tells_network_interface_and_ways(tmp_path: Path) -> None:

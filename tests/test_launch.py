@@ -192,10 +192,10 @@ def test_training_outside_torchrun_names_the_command_to_use(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
-    result = CliRunner().invoke(app, ["train", "--plan", "p.json", "--config", "t.yaml"])
+    result = CliRunner().invoke(app, ["train", "--plan", "my p.json", "--config", "t.yaml"])
 
     assert result.exit_code == 2
-    assert "`hexiseq launch --plan p.json --config t.yaml --hosts" in result.stderr
+    assert "`hexiseq launch --plan 'my p.json' --config t.yaml --hosts" in result.stderr
 
 
 def test_the_command_prints_every_line_and_writes_the_batch_file(tmp_path: Path) -> None:

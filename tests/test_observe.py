@@ -199,6 +199,7 @@ def test_plans_are_compared_on_the_same_ranks(pool: Pool, config: TrainingConfig
     table = comparison_table(["ours", "ring"], runs)
     assert [column.header for column in table.columns] == ["phase", "ours", "ring"]
     assert table.row_count == len(PHASES) + 1
+    assert str(table.title).endswith("mean of the ranks: measured / predicted")
     outcomes = pool.outcomes(compared, config, [PLAN])
     assert {outcome.kind for outcome in outcomes} == {"ConfigError"}
 

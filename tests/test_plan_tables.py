@@ -33,7 +33,7 @@ from hexiseq_triton.reports.plan_tables import (
     summary_lines,
     terms_tables,
 )
-from hexiseq_triton.reports.terminal import print_table
+from hexiseq_triton.reports.terminal import print_table, terminal
 
 CLUSTER = Cluster.from_mapping(
     {
@@ -262,6 +262,15 @@ def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
     assert all(whole in text for whole in (*numbers, "1000-1003", "10020-10023"))
     assert "…" not in text
     assert console.width == width
+
+
+def test_names_keep_what_rich_takes_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("of slow[old]", title="card[new]")
+    table.add_row("rack:key:1[/a]")
+    print_table(table, terminal())
+
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("of slow[old]", "card[new]", "rack:key:1[/a]"))
 
 
 def test_a_plan_in_a_narrow_terminal_keeps_its_numbers() -> None:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from pool import Pool, free_port
 
+from hexiseq_triton.commands.profile import _print
 from hexiseq_triton.emulation.emulate import Emulation
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner import Cluster, ModelSpec, Plan, Split, plan
@@ -110,6 +111,18 @@ def test_less_memory_is_another_model_and_emulated_ranks_are_labelled() -> None:
     assert len(set(by_ranks.values())) == 3
     assert any(label in line and "of rank 0" in line for line in lines)
     assert label in yaml.safe_dump(cluster_content(measured_cluster(profiles)))
+
+
+def test_many_models_stand_side_by_side_with_whole_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profiles = [rank_profile(r, 0.8**r, label=f"emulated: {r} SMs") for r in range(10)]
+    found = measured_cluster(profiles)
+    _print(found, tmp_path / "cluster.yaml")
+
+    printed = capsys.readouterr().out
+    assert all(each.name in printed for each in found.classes)
+    assert "…" not in printed
 
 
 def measured_cluster(profiles: list[RankProfile]) -> ClusterProfile:

@@ -161,6 +161,13 @@ def test_a_forecast_for_another_cluster_is_refused() -> None:
         Forecast.of(made(), cluster, ModelSpec.load("tiny"))
 
 
+def test_a_plan_predicts_nothing_of_another_model() -> None:
+    deeper = replace(ModelSpec.load("tiny"), layers=8)
+    assert Forecast.of(made(), None, deeper) == Forecast(None, (None,) * 4)
+    with pytest.raises(PlanError, match="made for another model"):
+        Forecast.of(made(), Cluster.load(EXAMPLES / "2-fast-2-slow.yaml"), deeper)
+
+
 def expected_phases() -> list[Phases]:
     return list(forecast(phases=True).phases)
 

@@ -175,7 +175,7 @@ def test_the_command_prints_a_cluster_file_that_loads(tmp_path: Path) -> None:
     [
         ([], "either --gpu NAME, or --list FILE"),
         (["--gpu", "A100"], "'A100' is no known GPU; near it: A100"),
-        (["--gpu", "L4", "--nic-gb-per-s", "-5"], "inter_gb_per_s is"),
+        (["--gpu", "L4", "--nic-gb-per-s", "-5"], "--nic-gb-per-s is -5; it is above 0"),
     ],
 )
 def test_the_command_says_what_is_missing(

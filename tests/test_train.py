@@ -19,7 +19,8 @@ from training_runs import UNEVEN, config_in, replicas_plan, trained, uneven_plan
 from hexiseq_triton.context import init
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.launch import node_commands
-from hexiseq_triton.planner import Plan, Split
+from hexiseq_triton.planner import ModelSpec, Plan, Split
+from hexiseq_triton.planner.write import noun_digest
 from hexiseq_triton.single import SingleProcessTraining
 from hexiseq_triton.train import Training, train, whole_gradients
 from hexiseq_triton.training_config import CorpusOptions, TrainingConfig
@@ -110,6 +111,16 @@ def test_a_corpus_smaller_than_a_step_is_told_once(
     told, *others = pool.run(warnings_of, uneven_plan(), small)
 
     assert told == ["a step takes 256 tokens, and the corpus has 100: each step repeats documents"]
+    assert others == [[]] * 4
+
+
+def test_a_plan_for_another_model_is_told_once(pool: Pool, config: TrainingConfig) -> None:
+    own, other = noun_digest(ModelSpec.load(config.model)), "0" * 64
+    right, wrong = (replace(uneven_plan(), made_from={"model": made}) for made in (own, other))
+
+    assert pool.run(warnings_of, right, config) == [[]] * 5
+    (told,), *others = pool.run(warnings_of, wrong, config)
+    assert told.startswith(f"the plan was made for another model than {config.model}")
     assert others == [[]] * 4
 
 

@@ -119,6 +119,8 @@ def import_topology(
     topology = read_topology(read_text(file), str(file))
     if (gpu is None) == (listing is None):
         raise ConfigError("give the model of the GPUs: either --gpu NAME, or --list FILE")
+    if nic_gb_per_s is not None and not nic_gb_per_s > 0:
+        raise ConfigError(f"--nic-gb-per-s is {nic_gb_per_s:g}; it is above 0")
     if listing is not None:
         models = listed_gpus(read_text(listing), str(listing))
     else:

@@ -105,10 +105,10 @@ def _progress(total: int, *, shown: bool) -> Iterator[Step]:
 
 def _print(found: ClusterProfile, out: Path) -> None:
     from hexiseq_triton.profiling.cluster_file import measured_lines
-    from hexiseq_triton.reports.terminal import terminal
+    from hexiseq_triton.reports.terminal import print_table, terminal
 
     console = terminal()
-    console.print(rates_table(found))
+    print_table(rates_table(found), console)
     lines = [*found.lines, *_link_lines(found), *measured_lines(found)]
     for line in (*lines, f"measured in {found.seconds:.0f} s; written to {out}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +47,8 @@ def train_command(
     """Train under a plan; started by torchrun, once a rank (see `hexiseq launch`)."""
     from hexiseq_triton.environment import check_started_by_torchrun
 
-    launch = f"hexiseq launch --plan {plan} --config {config} --hosts localhost"
+    files = shlex.join(("--plan", str(plan), "--config", str(config)))
+    launch = f"hexiseq launch {files} --hosts localhost"
     check_started_by_torchrun("--no-python hexiseq train ...", f"print the command with `{launch}`")
     from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.train import train

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from hexiseq_triton.commands.options import file_to_make
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.reports.terminal import print_table
+from hexiseq_triton.reports.terminal import print_table, terminal
 
 if TYPE_CHECKING:
     from hexiseq_triton.kernels.configs import Config
@@ -43,7 +42,7 @@ def tune_command(
     path = out or table_path()
     if path.exists():
         load_sections(path)  # another file is refused before minutes of measuring
-    console = Console()
+    console = terminal()
     device = torch.device("cuda", torch.cuda.current_device())
     card, size = Card.of(device), tune.QUICK if quick else tune.FULL
     tasks = tune.tasks_for(card, size, device)
@@ -56,7 +55,7 @@ def tune_command(
             progress.update(bar, advance=1, description=done)
     save_section(tune.section_of(card, choices), path)
     print_table(choice_table(card.name, choices), console)
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def choice_table(card: str, choices: Sequence[Choice]) -> Table:

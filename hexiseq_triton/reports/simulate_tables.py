@@ -63,7 +63,10 @@ def section_table(simulation: Simulation) -> Table:
         times = (part.seconds, *map(_mean, (part.computing, part.exposed, part.idle)))
         share = part.repeats * part.seconds / simulation.step_seconds
         table.add_row(
-            name, str(part.repeats), *(f"{1e3 * each:.3f}" for each in times), f"{share:.1%}"
+            name,
+            str(part.repeats),
+            *(f"{1e3 * _not_below_0(each):.3f}" for each in times),
+            f"{share:.1%}",
         )
     return table
 
@@ -85,10 +88,15 @@ def rank_table(simulation: Simulation) -> Table:
         strict=True,
     )
     for device, *seconds, memory, limit in columns:
-        shown = [f"{each:.4g}" for each in seconds]
+        shown = [f"{_not_below_0(each):.4g}" for each in seconds]
         table.add_row(str(device.rank), device.gpu, *shown, f"{memory:.1f}", f"{limit:.1f}")
     return table
 
 
 def _mean(values: Floats) -> float:
     return float(values.mean())
+
+
+def _not_below_0(seconds: float) -> float:
+    """Return a time without what rounding left below 0, which would be printed as -0.000."""
+    return max(0.0, float(seconds))

@@ -23,8 +23,12 @@ def replace_unencodable() -> None:
 
 
 def terminal(file_width: int = FILE_WIDTH) -> Console:
-    """Return a console of the terminal's width, or of `file_width` where there is none."""
-    return Console(width=None if sys.stdout.isatty() else file_width)
+    """Return a console of the terminal's width, or of `file_width` where there is none.
+
+    It prints text as it is: a name from a file may have brackets, or a word between colons.
+    """
+    width = None if sys.stdout.isatty() else file_width
+    return Console(width=width, markup=False, emoji=False)
 
 
 def print_table(table: Table, console: Console) -> None:

@@ -20,7 +20,9 @@ def comparison_table(names: Sequence[str], runs: Sequence[RecordedRun]) -> Table
     A cell is measured / predicted, or measured alone where nothing was predicted.
     """
     emulated = any(label for run in runs for label in run.emulated)
+    predicted = any(run.predicted_step_seconds is not None for run in runs)
     title = "seconds of a step, mean of the ranks" + (", emulated ranks" if emulated else "")
+    title += ": measured / predicted" if predicted else ""
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("phase")
     for name in names:

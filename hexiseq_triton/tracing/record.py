@@ -18,6 +18,7 @@ from hexiseq_triton.planner.explain import check_made_for, cost_of, workload_of
 from hexiseq_triton.planner.files import FILE_CONFIG, build, read_mapping
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
+from hexiseq_triton.planner.write import noun_digest
 from hexiseq_triton.tracing.phases import Phases, predicted_phases
 
 VERSION: Literal[1] = 1
@@ -27,7 +28,8 @@ VERSION: Literal[1] = 1
 class Forecast:
     """What a plan predicts of a step: its seconds, each rank's own work, and each rank's phases.
 
-    Plan files hold the first two; phases need the cluster file.
+    Plan files hold the first two; phases need the cluster file. Of another model than its own a
+    plan predicts nothing.
     """
 
     step_seconds: float | None = None
@@ -39,9 +41,11 @@ class Forecast:
         """Return a plan's forecast; of its phases too if the cluster is given.
 
         Raises:
-            PlanError: if the plan was made for another cluster or model.
+            PlanError: if the cluster is given, and the plan was made for another one or model.
         """
         busy: list[float | None] = [None] * plan.world_size
+        if cluster is None and is_of_another_model(plan, model):
+            return cls(None, tuple(busy))
         for share in plan.shares:
             busy[share.rank] = share.seconds
         if cluster is None:
@@ -50,6 +54,11 @@ class Forecast:
         check_made_for(plan, cluster, model)
         cost = cost_of(plan, cluster, model, workload_of(plan))
         return cls(cost.step_seconds, tuple(cost.busy_seconds), tuple(predicted_phases(cost)))
+
+
+def is_of_another_model(plan: Plan, model: ModelSpec) -> bool:
+    """Return whether a plan says that it was made for another model."""
+    return plan.made_from.get("model") not in (None, noun_digest(model))
 
 
 @checked_dataclass(frozen=True, config=FILE_CONFIG)

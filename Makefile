@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),,-c constraints-cpu.txt)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install format lint types test test-installed test-gpu memcheck bench bench-paired bench-multi compile-all compile-hopper demo check
+.PHONY: install format lint types test test-installed test-gpu memcheck bench bench-paired bench-multi compile-all compile-hopper demo check docs
 
 install: $(INSTALLED)
 

@@ -142,9 +142,16 @@ def rates_of(
 
 
 def _shares_port(cluster: Cluster, device: Device) -> bool:
-    """Return whether a GPU has no link of its own inside the node: all its traffic takes PCIe."""
+    """Return whether all of a GPU's traffic takes one port, that of PCIe: it has no other link.
+
+    Without NVLink the node's rate tells. If transfers reach more than the GPU's own link carries,
+    there is another one, a bridge; else it is the same link, as measured or over a longer path.
+    """
     gpu = cluster.gpus[device.gpu]
-    return gpu.nvlink_gb_per_s is None and device.in_node_gb_per_s == gpu.in_node_gb_per_s
+    own = gpu.in_node_gb_per_s
+    if gpu.nvlink_gb_per_s is not None or own is None:
+        return False
+    return device.in_node_gb_per_s * IN_NODE_SHARE <= own
 
 
 def computing_rate(gpu: GpuSpec, work: Computing, head_dim: int, tokens: int) -> Figure:

@@ -116,8 +116,12 @@ def test_without_nvlink_both_kinds_of_traffic_share_the_port() -> None:
     row = 250 * (3 + 1) * 32
     shared = max((1 + 2) * row / 0.75e9, 2 * row / 0.5e9)
     assert shuffle() == pytest.approx(shared, rel=1e-5)
-    apart = max(row / (0.75 * 1.25e9), 2 * row / 0.5e9)
-    assert shuffle(intra_gb_per_s=1.25) == pytest.approx(apart, rel=1e-5)
+    apart = max(row / (0.75 * 1.5e9), 2 * row / 0.5e9)
+    assert shuffle(intra_gb_per_s=1.5) == pytest.approx(apart, rel=1e-5)
+    # no faster than the card's own link: that link, over a longer path, or as it was measured
+    assert shuffle(intra_gb_per_s=0.8) == pytest.approx((1 + 2) * row / 0.6e9, rel=1e-5)
+    measured = max((1 + 2) * row / 0.9e9, 2 * row / 0.5e9)
+    assert shuffle(intra_gb_per_s=1.2) == pytest.approx(measured, rel=1e-5)
 
 
 def test_computing_and_transfers_slow_each_other_while_both_last() -> None:

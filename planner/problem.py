@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Exchange, ExchangePlan
@@ -84,6 +85,11 @@ class Problem:
     workload: Workload
     exchange: ExchangePlan
     memory_limit_share: float = MEMORY_LIMIT_SHARE
+
+    def __post_init__(self) -> None:
+        share = self.memory_limit_share
+        if not 0 < share <= 1:
+            raise ConfigError(f"memory_limit_share is {share}; it is above 0 and up to 1")
 
     @cached_property
     def rates(self) -> Rates:

@@ -2,24 +2,27 @@
 
 A batch with other lengths than the plan's is dealt in the plan's proportions anyway. Where lengths
 differ much, tokens and heads that suit them are a little better; finding them takes milliseconds,
-since nothing else moves and no baselines are priced.
+since nothing else moves and no baselines are priced. Few rounds may also miss what the plan's
+search found, uneven groups on a slow network for instance: then the plan's proportions stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hexiseq_triton.errors import InfeasibleError
-from hexiseq_triton.planner.balance import Dealing, balanced
+from hexiseq_triton.planner.balance import Dealing, balanced, key
 from hexiseq_triton.planner.clusters import Cluster
 from hexiseq_triton.planner.cost import evaluate
 from hexiseq_triton.planner.explain import check_made_for, memory_limit_share_of, workload_of
 from hexiseq_triton.planner.layouts import out_of_memory
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.moves import moved
+from hexiseq_triton.planner.partition import apportion
 from hexiseq_triton.planner.plans import Plan, ReplicaPlan
-from hexiseq_triton.planner.problem import Layout, Problem, Replica
+from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
 from hexiseq_triton.planner.stages import Frame, Ranks, Splitter
 from hexiseq_triton.planner.write import written
 
@@ -60,14 +63,19 @@ def resplit(
     if memory_limit_share is None:
         memory_limit_share = memory_limit_share_of(plan, cluster)
     problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
-    replicas = _resplit(Splitter(problem), plan)
-    layout = Layout(plan.strategy, replicas, plan.accumulation, plan.exchange.arrangement)
-    cost = evaluate(problem, layout)
+    splits = _resplit(Splitter(problem), plan), _in_proportion(plan, seq_len)
+    cost = min((evaluate(problem, _layout(plan, replicas)) for replicas in splits), key=key)
     if not cost.fits:
         raise InfeasibleError(f"seq_len {seq_len} does not fit: {out_of_memory(problem, cost)}")
     result = written(problem, cost, plan.strategy, {}, plan.notes)
+    result = replace(result, executable=result.executable and plan.executable)
     result.validate()
     return result
+
+
+def _layout(plan: Plan, replicas: tuple[Replica, ...]) -> Layout:
+    exchange = plan.exchange
+    return Layout(plan.strategy, replicas, plan.accumulation, exchange.arrangement, exchange.mode)
 
 
 def _resplit(splitter: Splitter, plan: Plan) -> tuple[Replica, ...]:
@@ -85,6 +93,23 @@ def _resplit(splitter: Splitter, plan: Plan) -> tuple[Replica, ...]:
             solved[make] = (cost.layout.replicas[0], ranks)
         found, old = solved[make]
         replicas.append(moved(found, dict(zip(old, ranks, strict=True))))
+    return tuple(replicas)
+
+
+def _in_proportion(plan: Plan, seq_len: int) -> tuple[Replica, ...]:
+    """Return all replicas with the plan's heads, and tokens as `partition.deal` counts them."""
+    replicas = []
+    for replica in plan.replicas:
+        totals = apportion(replica.sequences * seq_len, [group.tokens for group in replica.groups])
+        groups = (
+            Group(
+                _ranks(replica, g),
+                tuple(apportion(total, [share.tokens for share in group.ranks])),
+                tuple(share.num_q_heads for share in group.ranks),
+            )
+            for g, (group, total) in enumerate(zip(replica.groups, totals, strict=True))
+        )
+        replicas.append(Replica(tuple(groups), replica.sequences))
     return tuple(replicas)
 
 

@@ -158,8 +158,6 @@ def _problem(
     memory_limit_share: float,
 ) -> Problem:
     """Return the checked problem."""
-    if not 0 < memory_limit_share <= 1:
-        raise ConfigError(f"memory_limit_share is {memory_limit_share}; it is above 0 and up to 1")
     return Problem(
         cluster if isinstance(cluster, Cluster) else Cluster.load(cluster),
         model if isinstance(model, ModelSpec) else ModelSpec.load(model),

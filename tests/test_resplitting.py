@@ -50,6 +50,14 @@ def test_resplitting_keeps_to_the_plans_share_of_memory() -> None:
     assert all(share.memory_limit_bytes > limits[share.rank] for share in more.shares)
 
 
+@pytest.mark.parametrize("share", [0, 7, -0.5, float("nan")])
+def test_resplitting_refuses_more_memory_than_there_is(share: float) -> None:
+    first = plan(TWO_AND_TWO, "tiny", seq_len=4096)
+
+    with pytest.raises(ConfigError, match=f"memory_limit_share is {share}; it is above 0 and up"):
+        resplit(first, TWO_AND_TWO, "tiny", seq_len=5000, memory_limit_share=share)
+
+
 def test_resplitting_refuses_another_cluster_or_model_and_what_does_not_fit() -> None:
     cluster, model = Cluster.load(TWO_AND_TWO), ModelSpec.load("tiny")
     first = plan(cluster, model, seq_len=4096)
@@ -68,6 +76,35 @@ def test_resplitting_for_the_same_batch_is_about_as_good_as_the_plan() -> None:
 
     same = resplit(first, cluster, model, seq_len=131072)
     assert step_seconds(same) == pytest.approx(step_seconds(first), rel=0.01)
+
+
+def test_resplitting_never_does_worse_than_the_plans_own_proportions() -> None:
+    """Two equal nodes on a slow network: the search gives one of them two thirds of the tokens."""
+    nodes = [{"name": "n", "count": 2, "gpus": {"H100-SXM": 8}}]
+    cluster = Cluster.from_mapping({"nodes": nodes, "inter_gb_per_s": 0.125})
+    model = ModelSpec.load("llama3-8b")
+    first = plan(cluster, model, seq_len=1_000_000, global_batch=1)
+    assert first.replicas[0].groups[0].tokens > 600_000
+
+    same = resplit(first, cluster, model, seq_len=1_000_000)
+    assert step_seconds(same) <= step_seconds(first)
+    half = resplit(first, cluster, model, seq_len=500_001)
+    assert half.replicas[0].tokens == 500_001
+    assert step_seconds(half) < step_seconds(first)
+
+
+def test_resplitting_leaves_a_plan_that_cannot_run_what_it_is() -> None:
+    old = Cluster.from_mapping({"nodes": [{"name": "n", "gpus": {"V100-SXM-32GB": 8}}]})
+    looked_at = plan(old, "3b", seq_len=8192, what_if=True)
+    again = resplit(looked_at, old, "3b", seq_len=4096)
+    with pytest.raises(PlanError, match="V100-SXM-32GB cannot run this package's kernels"):
+        again.check_executable()
+
+    cluster = Cluster.load(SIXTEEN)
+    rotating = plan(cluster, "7b", seq_len=65536, strategy="megatron_p2p")
+    same = resplit(rotating, cluster, "7b", seq_len=65536)
+    assert (same.exchange, same.executable) == (rotating.exchange, False)
+    assert step_seconds(same) <= step_seconds(rotating)
 
 
 def test_a_batch_of_documents_is_resplit_by_their_real_work() -> None:

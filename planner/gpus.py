@@ -60,6 +60,12 @@ class Efficiency:
     attention_backward: FileFigure = _assumed(0.4)
     memory: FileFigure = _assumed(0.8)
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            share = getattr(self, field.name).value
+            if share > 1:  # percents, which would make a GPU a hundred times as fast
+                raise ValueError(f"{field.name} is {share:g}; it is a share of the peak, up to 1")
+
 
 def _measured(content: Any) -> Any:
     plain = isinstance(content, int | float | str)

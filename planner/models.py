@@ -21,7 +21,7 @@ _FILES = (".json", ".yaml", ".yml")
 _HUGGING_FACE = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     "heads": ("num_attention_heads", "n_head"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -29,14 +29,14 @@ _HUGGING_FACE = {
     "tied": ("tie_word_embeddings",),
 }
 _PLAIN_MLP = {
-    *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode"),
-    *("gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "nanochat", "nemotron", "opt"),
-    *("persimmon", "phi", "starcoder2"),
+    *("apertus", "apertus1p5_text", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon"),
+    *("gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "nanochat"),
+    *("nemotron", "openai-gpt", "opt", "persimmon", "phi", "starcoder2"),
 }
 """Hugging Face model types whose MLP has two matrices; all others count as gated."""
 _TIED = {
-    *("biogpt", "bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2"),
-    *("gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "opt", "smollm3"),
+    *("biogpt", "bloom", "cohere", "cohere2", "ctrl", "ernie4_5", "falcon", "gemma", "gemma2"),
+    *("gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox_japanese", "openai-gpt", "opt", "smollm3"),
     "starcoder2",
 }
 """Hugging Face model types that share the embedding unless the configuration says otherwise."""
@@ -73,8 +73,13 @@ _NOT_MODELLED = {
     "ssm_state_size": "state-space layers",
     "lru_width": "recurrent layers",
     "conv_L_cache": "convolution layers",
+    "H_cycles": "layers that run several times",
+    "block_configs": "layers that differ in shape",
+    "layer_types": "other kinds of layers",
 }
 """Fields of a Hugging Face configuration that change the costs in ways unknown here."""
+_MODELLED = {"full_attention", "attention"}
+"""What `layer_types` may call layers of full attention."""
 MOST = 2**24
 """Of anything in a model's shape: more is a slip, and products of more would overflow."""
 Size = Annotated[Count, Field(le=MOST)]
@@ -169,6 +174,8 @@ def from_hugging_face(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         fields["kv_heads"] = 1
     if "ffn" not in fields and isinstance(fields["hidden"], int):
         fields["ffn"] = 4 * fields["hidden"]
+    if model_type == "qwen" and isinstance(fields["ffn"], int):
+        fields["ffn"] //= 2  # the first Qwen counts its gate and what is gated as one
     return fields
 
 
@@ -200,11 +207,16 @@ def _is_bert(model_type: str) -> bool:
 
 def _check_modelled(config: Mapping[str, Any], source: str) -> None:
     for field, what in _NOT_MODELLED.items():
-        used = config.get(field) not in (None, 0, 1)
+        value = config.get(field)
+        used = value not in (None, 0, 1)
         if field == "sliding_window":
             used = used and config.get("use_sliding_window", True)
+        elif field == "layer_types" and isinstance(value, list):
+            value = sorted({str(kind) for kind in value} - _MODELLED)
+            used = bool(value)
         if used:
+            shown = "given" if field == "block_configs" else repr(value)  # an entry for each layer
             raise ConfigError(
-                f"{source}: {field} is {config[field]!r}; the cost model doesn't know {what}, only "
+                f"{source}: {field} is {shown}; the cost model doesn't know {what}, only "
                 "dense layers with full attention: remove the field to plan for those"
             )

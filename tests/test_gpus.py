@@ -160,6 +160,7 @@ def test_a_gpu_described_twice_is_refused(tmp_path: Path) -> None:
         ({"x": CARD | {"dense": False}}, "gpus.x.dense is False"),
         ({"x": CARD | {"runnable": False}}, "runnable: false needs a reason"),
         ({"L4": {"efficiency": {"gem": 0.5}}}, "gpus.L4.efficiency.gem is no field here"),
+        ({"L4": {"efficiency": {"gemm": 70}}}, "gpus.L4.efficiency: gemm is 70; it is a share of"),
     ],
 )
 def test_every_mistake_in_a_gpu_file_is_named(tmp_path: Path, gpus: Any, needle: str) -> None:

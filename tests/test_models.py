@@ -107,6 +107,10 @@ def test_hugging_face_gpt2_has_a_plain_mlp_of_four_times_hidden(tmp_path: Path) 
         ({"model_type": "nemotron"}, {"gated": False, "tied": False}),
         ({"model_type": "bloom"}, {"gated": False, "tied": True}),
         ({"model_type": "smollm3"}, {"gated": True, "tied": True}),
+        ({"model_type": "openai-gpt"}, {"gated": False, "tied": True}),
+        ({"model_type": "ctrl", "dff": 8192}, {"gated": False, "tied": True, "ffn": 8192}),
+        ({"model_type": "qwen", "intermediate_size": 22016}, {"gated": True, "ffn": 11008}),
+        ({"layer_types": ["full_attention"] * 32}, {"gated": True}),
         ({"sliding_window": None}, {"kv_heads": 71}),
         ({"sliding_window": 4096, "use_sliding_window": False}, {"tied": False}),
     ],
@@ -133,13 +137,17 @@ def test_hugging_face_families_keep_their_habits(
         ("lru_width", 2560, "recurrent layers"),
         ("conv_L_cache", 3, "convolution layers"),
         ("sliding_window", 4096, "a sliding window"),
+        ("H_cycles", 2, "layers that run several times"),
+        ("layer_types", ["linear_attention", "full_attention"], "other kinds of layers"),
+        ("block_configs", [{"ffn": {"ffn_mult": 5.25}}], "layers that differ in shape"),
     ],
 )
 def test_what_the_cost_model_does_not_know_is_refused(
-    tmp_path: Path, field: str, value: int, what: str
+    tmp_path: Path, field: str, value: object, what: str
 ) -> None:
+    shown = {"layer_types": r"\['linear_attention'\]", "block_configs": "given"}.get(field, value)
     with pytest.raises(
-        ConfigError, match=f"{field} is {value}; the cost model doesn't know {what}"
+        ConfigError, match=f"{field} is {shown}; the cost model doesn't know {what}"
     ):
         ModelSpec.load(config_file(tmp_path, LLAMA | {field: value}))
 

@@ -214,7 +214,7 @@ def test_a_ranks_time_is_computing_exposed_and_idle(seed: int, engine: str) -> N
         found = simulate(cost, mode=mode, engine=engine)  # type: ignore[arg-type]
         for part in found.sections.values():
             parts = np.array([part.computing, part.exposed, part.idle])
-            assert parts.min() >= -1e-9 * part.length
+            assert parts.min() >= 0  # as it is printed
             assert parts.sum(axis=0) == pytest.approx(
                 np.full(problem.cluster.world_size, part.length)
             )

@@ -86,13 +86,14 @@ class Section:
         """Seconds in which each rank's bytes are under way and it doesn't compute."""
         late = self.length - float(self.stop.max(initial=0.0))  # of ports that had to share
         found = exposed_seconds(self.graph, self.start, self.stop, self.world_size)
-        result: Floats = found + late
+        result: Floats = np.maximum(found + late, 0.0)  # differences round below nothing
         return result
 
     @cached_property
     def idle(self) -> Floats:
         """Seconds in which a rank neither computes nor moves bytes."""
-        result: Floats = self.length - self.computing - self.exposed
+        idle = self.length - self.computing - self.exposed
+        result: Floats = np.maximum(idle, 0.0)
         return result
 
 

@@ -13,7 +13,13 @@ from hexiseq_triton.planner.cost import Cost, evaluate
 from hexiseq_triton.planner.files import build
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan, ReplicaPlan
-from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
+from hexiseq_triton.planner.problem import (
+    Group,
+    Layout,
+    Problem,
+    Replica,
+    checked_memory_limit_share,
+)
 from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.planner.write import noun_digest
@@ -101,8 +107,10 @@ def cost_of(
     Left out, `memory_limit_share` is the plan's own.
     """
     if memory_limit_share is None:
-        memory_limit_share = memory_limit_share_of(plan, cluster)
-    problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
+        share = memory_limit_share_of(plan, cluster)
+    else:
+        share = checked_memory_limit_share(memory_limit_share)
+    problem = Problem(cluster, model, workload, plan.exchange, share)
     replicas = tuple(_replica(replica) for replica in plan.replicas)
     layout = Layout(
         plan.strategy,

@@ -86,11 +86,6 @@ class Problem:
     exchange: ExchangePlan
     memory_limit_share: float = MEMORY_LIMIT_SHARE
 
-    def __post_init__(self) -> None:
-        share = self.memory_limit_share
-        if not 0 < share <= 1:
-            raise ConfigError(f"memory_limit_share is {share}; it is above 0 and up to 1")
-
     @cached_property
     def rates(self) -> Rates:
         workload = self.workload
@@ -149,3 +144,14 @@ def nested(groups: Sequence[Group]) -> tuple[Group, ...]:
     outer one's. With the large groups outside, the fewest rows travel.
     """
     return tuple(sorted(groups, key=lambda group: (-group.num_tokens, group.ranks)))
+
+
+def checked_memory_limit_share(share: float) -> float:
+    """Return the share of a GPU's memory that a user lets a plan take.
+
+    Raises:
+        ConfigError: if it is none. A problem itself may lift the limit, as ablations do.
+    """
+    if not 0 < share <= 1:
+        raise ConfigError(f"memory_limit_share is {share}; it is above 0 and up to 1")
+    return share

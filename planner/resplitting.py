@@ -22,7 +22,13 @@ from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.moves import moved
 from hexiseq_triton.planner.partition import apportion
 from hexiseq_triton.planner.plans import Plan, ReplicaPlan
-from hexiseq_triton.planner.problem import Group, Layout, Problem, Replica
+from hexiseq_triton.planner.problem import (
+    Group,
+    Layout,
+    Problem,
+    Replica,
+    checked_memory_limit_share,
+)
 from hexiseq_triton.planner.stages import Frame, Ranks, Splitter
 from hexiseq_triton.planner.write import written
 
@@ -61,8 +67,10 @@ def resplit(
     check_made_for(plan, cluster, model)
     workload = workload_of(plan, documents, seq_len=seq_len)
     if memory_limit_share is None:
-        memory_limit_share = memory_limit_share_of(plan, cluster)
-    problem = Problem(cluster, model, workload, plan.exchange, memory_limit_share)
+        share = memory_limit_share_of(plan, cluster)
+    else:
+        share = checked_memory_limit_share(memory_limit_share)
+    problem = Problem(cluster, model, workload, plan.exchange, share)
     splits = _resplit(Splitter(problem), plan), _in_proportion(plan, seq_len)
     cost = min((evaluate(problem, _layout(plan, replicas)) for replicas in splits), key=key)
     if not cost.fits:

@@ -14,7 +14,7 @@ from hexiseq_triton.planner.files import build
 from hexiseq_triton.planner.layouts import BASELINES, Priced, out_of_memory, prices
 from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import ExchangePlan, Plan
-from hexiseq_triton.planner.problem import Problem
+from hexiseq_triton.planner.problem import Problem, checked_memory_limit_share
 from hexiseq_triton.planner.rates import MEMORY_LIMIT_SHARE
 from hexiseq_triton.planner.workload import Workload
 from hexiseq_triton.planner.write import written
@@ -163,7 +163,7 @@ def _problem(
         model if isinstance(model, ModelSpec) else ModelSpec.load(model),
         build(Workload, {name: value for name, value in fields.items() if value is not None}),
         ExchangePlan(),
-        memory_limit_share,
+        checked_memory_limit_share(memory_limit_share),
     )
 
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from hexiseq_triton.planner import Plan
-from hexiseq_triton.reports.plan_tables import print_line, print_plan
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.plan_tables import print_plan
+from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 from hexiseq_triton.wording import counted
 
 if TYPE_CHECKING:

@@ -136,8 +136,8 @@ class Training:
             shape = model_config(config, context.plan)
             self.corpus = make_corpus(config)
             agree_on_run(context, config, shape, self.corpus)
-        for remark in remarks(context.plan, config, self.corpus) if context.rank == 0 else ():
-            _log.warning(remark)
+            for remark in remarks(context.plan, config, self.corpus) if context.rank == 0 else ():
+                _log.warning(remark)
         self.model = sharded_model(shape, context, config)
         record_layers(self.model, context.timeline)
         self.optimizer = make_optimizer(self.model, config)

@@ -31,7 +31,7 @@ def compare_command(
     check_started_by_torchrun("--no-python hexiseq compare ...")
     from hexiseq_triton.emulation.emulate import Emulation
     from hexiseq_triton.planner import Cluster, Plan
-    from hexiseq_triton.reports.terminal import print_table, terminal
+    from hexiseq_triton.reports.terminal import print_line, print_table, terminal
     from hexiseq_triton.tracing.compare import compare
     from hexiseq_triton.tracing.compare_report import comparison_table, order_lines
     from hexiseq_triton.training_config import TrainingConfig
@@ -52,4 +52,4 @@ def compare_command(
     console = terminal()
     print_table(comparison_table(names, runs), console)
     for line in order_lines(names, runs):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line, console)

@@ -38,16 +38,16 @@ def doctor_command() -> None:
 
 def print_diagnosis(found: Diagnosis, console: Console | None = None) -> None:
     """Print the table, then problems and remarks, a line each."""
-    from hexiseq_triton.reports.terminal import print_table, terminal
+    from hexiseq_triton.reports.terminal import print_line, print_table, terminal
     from hexiseq_triton.wording import counted
 
     console = console or terminal()
     print_table(ranks_table(found), console)
     held = ", ".join(f"{name} {held}" for name, held in found.reports[0].versions.items())
-    console.print(f"rank 0 has {held}", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"rank 0 has {held}", console)
     for kind, texts in (("fix", found.problems), ("note", found.remarks)):
         for text in texts:
-            console.print(f"{kind}: {text}", markup=False, highlight=False, soft_wrap=True)
+            print_line(f"{kind}: {text}", console)
     if not found.problems:
         console.print(f"{counted(len(found.reports), 'rank')} can work together")
 

@@ -30,12 +30,11 @@ from hexiseq_triton.reports.plan_tables import (
     assumed_lines,
     bound_line,
     certificate_line,
-    print_line,
     print_plan,
     step_line,
     terms_tables,
 )
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 
 
 def plan_command(

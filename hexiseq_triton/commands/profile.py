@@ -105,13 +105,13 @@ def _progress(total: int, *, shown: bool) -> Iterator[Step]:
 
 def _print(found: ClusterProfile, out: Path) -> None:
     from hexiseq_triton.profiling.cluster_file import measured_lines
-    from hexiseq_triton.reports.terminal import print_table, terminal
+    from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 
     console = terminal()
     print_table(rates_table(found), console)
     lines = [*found.lines, *_link_lines(found), *measured_lines(found)]
     for line in (*lines, f"measured in {found.seconds:.0f} s; written to {out}"):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line, console)
 
 
 def rates_table(found: ClusterProfile) -> Table:

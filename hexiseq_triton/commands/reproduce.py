@@ -15,8 +15,7 @@ from hexiseq_triton.commands.options import file_to_make, folder_to_write
 from hexiseq_triton.errors import ConfigError
 from hexiseq_triton.planner.reproduction.checks import checks
 from hexiseq_triton.planner.reproduction.experiments import Named, load_experiments
-from hexiseq_triton.reports.plan_tables import print_line
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 from hexiseq_triton.wording import counted
 
 if TYPE_CHECKING:

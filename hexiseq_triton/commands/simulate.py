@@ -17,9 +17,8 @@ from hexiseq_triton.planner.models import ModelSpec
 from hexiseq_triton.planner.plans import Plan
 from hexiseq_triton.planner.simulator import Conditions, Mode, Simulation, simulate, simulate_plan
 from hexiseq_triton.planner.simulator.lengths import at_length, powers_around
-from hexiseq_triton.reports.plan_tables import print_line
 from hexiseq_triton.reports.simulate_tables import rank_table, section_table, summary_lines
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 
 MOST_RANKS_LISTED = 64
 

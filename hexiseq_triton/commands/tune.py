@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hexiseq_triton.commands.options import file_to_make
 from hexiseq_triton.errors import ConfigError
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 
 if TYPE_CHECKING:
     from hexiseq_triton.kernels.configs import Config
@@ -55,7 +55,7 @@ def tune_command(
             progress.update(bar, advance=1, description=done)
     save_section(tune.section_of(card, choices), path)
     print_table(choice_table(card.name, choices), console)
-    console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
+    print_line(f"written to {path}", console)
 
 
 def choice_table(card: str, choices: Sequence[Choice]) -> Table:

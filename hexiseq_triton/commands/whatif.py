@@ -19,8 +19,7 @@ from hexiseq_triton.planner.simulator import Mode
 from hexiseq_triton.planner.variants import Variant, num_combinations, variants_of
 from hexiseq_triton.planner.whatif import Outcome, judged, prices_of, unpriced
 from hexiseq_triton.planner.workload import Workload
-from hexiseq_triton.reports.plan_tables import print_line
-from hexiseq_triton.reports.terminal import print_table, terminal
+from hexiseq_triton.reports.terminal import print_line, print_table, terminal
 from hexiseq_triton.reports.whatif_report import (
     frontier_plot,
     outcome_lines,

@@ -25,12 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hexiseq_triton.attention import hexiseq_attention
 from hexiseq_triton.errors import InputError
 from hexiseq_triton.integrations.hf_batches import NAME, HFBatch, shard
-from hexiseq_triton.integrations.hf_models import (
-    check_arguments,
-    check_layers,
-    check_lengths,
-    check_window,
-)
+from hexiseq_triton.integrations.hf_models import check_arguments, check_layers, check_lengths
 
 __all__ = ["NAME", "HFBatch", "attention", "no_mask", "register", "shard"]
 
@@ -124,8 +119,7 @@ def _attend(
     with batch.context.guard():
         _check(batch, query, key, attention_mask, dropout)
         check_arguments(module, arguments)
-        check_lengths(module, batch.local.layout, sliding_window)
-        check_window(module, batch.local.layout, sliding_window, is_causal)
+        check_lengths(module, batch.local.layout, sliding_window, is_causal)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     rows = batch.num_tokens
     dtype = _compute_dtype(query)

@@ -42,8 +42,18 @@ def check_arguments(module: torch.nn.Module, arguments: Mapping[str, Any]) -> No
             )
 
 
-def check_lengths(module: torch.nn.Module, layout: BatchLayout, sliding_window: int | None) -> None:
-    """Refuse documents so long that a layer would not attend as the model's config says."""
+def check_lengths(
+    module: torch.nn.Module,
+    layout: BatchLayout,
+    sliding_window: int | None,
+    is_causal: bool | None,
+) -> None:
+    """Refuse documents so long that a layer would not attend as the model's config says.
+
+    `sliding_window` and `is_causal` are what it passes to attention. An encoder passes its window
+    as flash kernels count, itself included; of a decoder with `is_causal=False` transformers' eager
+    and sdpa attentions let each side see one token more.
+    """
     config = getattr(module, "config", None)
     longest = max(layout.document_lengths, default=0)
     layers = getattr(config, "layer_types", None)
@@ -67,6 +77,14 @@ def check_lengths(module: torch.nn.Module, layout: BatchLayout, sliding_window: 
             f"{type(module).__name__} does not pass it to attention: use documents of up to "
             f"{window}, or set sliding_window to None"
         )
+    asked_both_ways = is_causal is False and getattr(module, "is_causal", True)
+    if sliding_window is not None and asked_both_ways and longest > sliding_window:
+        raise InputError(
+            f"a document has {longest} tokens and {type(module).__name__} attends both ways "
+            f"(is_causal=False) within sliding_window {sliding_window}, which transformers' "
+            f"attentions take for {sliding_window - 1} or for {sliding_window} tokens to each "
+            f"side: use documents of up to {sliding_window}, or set sliding_window to None"
+        )
     if layout.is_alone:
         return
     for kind, limit in _moving_ropes(config):
@@ -76,28 +94,6 @@ def check_lengths(module: torch.nn.Module, layout: BatchLayout, sliding_window: 
                 f"beyond {limit} goes by the last position that a rank holds, and ranks would "
                 f"differ: use documents of up to {limit}, or a fixed rope_type such as 'yarn'"
             )
-
-
-def check_window(
-    module: torch.nn.Module,
-    layout: BatchLayout,
-    sliding_window: int | None,
-    is_causal: bool | None,
-) -> None:
-    """Refuse documents longer than the window of a decoder that is asked to attend both ways.
-
-    An encoder passes its window as flash kernels count, itself included; of a decoder with
-    `is_causal=False` transformers' eager and sdpa attentions let each side see one token more.
-    """
-    asked_both_ways = is_causal is False and getattr(module, "is_causal", True)
-    longest = max(layout.document_lengths, default=0)
-    if sliding_window is not None and asked_both_ways and longest > sliding_window:
-        raise InputError(
-            f"a document has {longest} tokens and {type(module).__name__} attends both ways "
-            f"(is_causal=False) within sliding_window {sliding_window}, which transformers' "
-            f"attentions take for {sliding_window - 1} or for {sliding_window} tokens to each "
-            f"side: use documents of up to {sliding_window}, or set sliding_window to None"
-        )
 
 
 def _moving_ropes(config: Any) -> list[tuple[str, int]]:

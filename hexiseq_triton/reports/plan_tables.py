@@ -18,7 +18,7 @@ from hexiseq_triton.planner.plans import BaselineResult, Plan
 from hexiseq_triton.planner.rates import Floats
 from hexiseq_triton.planner.terms import Terms
 from hexiseq_triton.reports.plan_rows import Row, Section, plan_sections, spans
-from hexiseq_triton.reports.terminal import print_table
+from hexiseq_triton.reports.terminal import print_line, print_table
 from hexiseq_triton.wording import counted
 
 BAR_CELLS = 5
@@ -43,11 +43,6 @@ def print_plan(plan: Plan, console: Console) -> None:
         print_table(baseline_table(plan), console)
     for line in summary_lines(plan):
         print_line(line, console)
-
-
-def print_line(line: str, console: Console) -> None:
-    """Print text as it is; the terminal may wrap it."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary_lines(plan: Plan) -> list[str]:

@@ -31,6 +31,11 @@ def terminal(file_width: int = FILE_WIDTH) -> Console:
     return Console(width=width, markup=False, emoji=False)
 
 
+def print_line(line: str, console: Console) -> None:
+    """Print text as it is, whatever console it is; the terminal may wrap it."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_table(table: Table, console: Console) -> None:
     """Print a table whose numbers stay whole.
 

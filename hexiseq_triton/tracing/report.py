@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hexiseq_triton.reports.terminal import print_table
+from hexiseq_triton.reports.terminal import print_line, print_table
 from hexiseq_triton.tracing.phases import COMMUNICATION, COMPUTING, PHASES
 from hexiseq_triton.tracing.record import RecordedRun
 from hexiseq_triton.wording import counted, span
@@ -29,7 +29,7 @@ def print_recorded(run: RecordedRun, console: Console, profile_command: str) -> 
     found = list(warnings(run))
     again = [f"measure the cluster again, and plan anew: {profile_command}"] if found else []
     for line in (*notes(run), *found, *again):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(line, console)
 
 
 def timeline_table(run: RecordedRun) -> Table:

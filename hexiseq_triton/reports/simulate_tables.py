@@ -65,7 +65,7 @@ def section_table(simulation: Simulation) -> Table:
         table.add_row(
             name,
             str(part.repeats),
-            *(f"{1e3 * _not_below_0(each):.3f}" for each in times),
+            *(f"{1e3 * each:.3f}" for each in times),
             f"{share:.1%}",
         )
     return table
@@ -88,15 +88,10 @@ def rank_table(simulation: Simulation) -> Table:
         strict=True,
     )
     for device, *seconds, memory, limit in columns:
-        shown = [f"{_not_below_0(each):.4g}" for each in seconds]
+        shown = [f"{each:.4g}" for each in seconds]
         table.add_row(str(device.rank), device.gpu, *shown, f"{memory:.1f}", f"{limit:.1f}")
     return table
 
 
 def _mean(values: Floats) -> float:
     return float(values.mean())
-
-
-def _not_below_0(seconds: float) -> float:
-    """Return a time without what rounding left below 0, which would be printed as -0.000."""
-    return max(0.0, float(seconds))

@@ -6,8 +6,13 @@ without a mask; *edge* spans hold the rest. Tiles stand heaviest first.
 
 The map is one int32 array: tiles [num_tiles, TILE_FIELDS], then spans [num_spans, SPAN_FIELDS].
 
-    tile   row, num_rows, position, first full span, first edge span, last edge span + 1
+    tile   row, num_rows, position, first full span, first edge span, last edge span + 1,
+           the same three numbers of the span that it begins with: an edge if it has one,
+           row and num_rows of its first full span, num_rows of all of them
     span   row, num_rows, position
+
+The last six fields save reading spans: most tiles have an edge and a full span. They are 0, and a
+row past every tensor, where there is no such span.
 
 With placed segments the rows of the other side may lie anywhere, as those of several chunks do.
 
@@ -27,7 +32,10 @@ from hexiseq_triton.kernels.kept import count_table, kept
 from hexiseq_triton.kernels.options import PlacedSegment, Segments
 from hexiseq_triton.segments import Mask, Segment
 
-TILE_FIELDS = 6
+TILE_FIELDS = 12
+_WALKED = 6
+_BEYOND = 1 << 30
+"""A row past every tensor."""
 SPAN_FIELDS = 3
 _UNBOUNDED = 1 << 40  # farther than any two positions
 _EDGE_COST = 1.25  # a masked block against a full one
@@ -132,7 +140,22 @@ def build_map(
         left, right, tile_block, span_block, keep_empty,
     )  # fmt: skip
     heaviest_first = np.argsort(-cost, kind="stable")
-    return np.concatenate([tiles[heaviest_first].ravel(), spans.ravel()]), len(tiles)
+    tiles = _with_first_spans(tiles[heaviest_first], spans)
+    return np.concatenate([tiles.ravel(), spans.ravel()]), len(tiles)
+
+
+def _with_first_spans(tiles: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """Return the tiles with their last six fields."""
+    full_begin, edge_begin, edge_end = tiles[:, 3:].T
+    none = np.array([[_BEYOND, 0, 0]], np.int32)
+    spans = np.concatenate([spans, none])
+    first = np.where(edge_begin < edge_end, edge_begin, full_begin)
+    first = np.where(full_begin < edge_end, first, len(spans) - 1)
+    first_full = np.where(full_begin < edge_begin, full_begin, len(spans) - 1)
+    rows = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.int64)])
+    full_rows = rows[edge_begin] - rows[full_begin]
+    added = [tiles, spans[first], spans[first_full, :2], full_rows.astype(np.int32)[:, None]]
+    return np.concatenate(added, axis=1)
 
 
 def _as_array(segments: Segments) -> np.ndarray:
@@ -156,7 +179,7 @@ def _walk(tile_segments, span_segments, left, right, tile_block, span_block, kee
         last = np.searchsorted(span_segments[:, 0], document, side="right")
         num_tiles += here
         num_spans += 3 * here * (last - first)  # an edge, full blocks, an edge
-    tiles = np.empty((num_tiles, TILE_FIELDS), np.int32)
+    tiles = np.empty((num_tiles, _WALKED), np.int32)
     spans = np.empty((num_spans, SPAN_FIELDS), np.int32)
     cost = np.empty(num_tiles, np.float64)
 

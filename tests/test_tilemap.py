@@ -59,7 +59,7 @@ def walked(q: Segments, k: Segments, mask: Mask, block_m: int, block_n: int) -> 
     tiles, spans = split(*build_map(q, k, mask, block_m, block_n))
     shape = [max((row + s.num_tokens for s, row in with_rows(x)), default=0) for x in (q, k)]
     found = np.zeros(shape, int)
-    for row, rows, position, full, edge, end in tiles:
+    for row, rows, position, full, edge, end in tiles[:, :6]:
         assert 0 < rows <= block_m
         for k_row, k_rows, _ in spans[full:edge]:
             assert k_rows % block_n == 0
@@ -123,6 +123,25 @@ def test_empty_tiles_are_left_out_or_kept(q: list[Segment], k: list[Segment], ma
     all_tiles, _ = split(*build_map(q, k, mask, 4, 4, keep_empty=True))
     rows = [row for tile in all_tiles for row in range(tile[0], tile[0] + tile[1])]
     assert sorted(rows) == list(range(num_tokens(q)))
+
+
+@settings(deadline=None)
+@given(segment_lists, segment_lists, masks, st.booleans())
+def test_a_tile_knows_what_it_begins_with(
+    q: list[Segment], k: list[Segment], mask: Mask, keep_empty: bool
+) -> None:
+    tiles, spans = split(*build_map(q, k, mask, 4, 4, keep_empty=keep_empty))
+    for _row, _rows, _position, full, edge, end, *known in tiles.tolist():
+        edges, fulls = spans[edge:end].tolist(), spans[full:edge].tolist()
+        first = [*edges, *fulls, None][0]
+        if first is None:
+            assert known[0] > 2**29  # no tensor has such a row
+            assert known[1:3] == [0, 0]
+        else:
+            assert known[:3] == first
+        assert known[4:] == [fulls[0][1] if fulls else 0, sum(rows for _, rows, _ in fulls)]
+        if fulls:
+            assert known[3] == fulls[0][0]
 
 
 def test_tiles_stand_heaviest_first() -> None:

@@ -16,7 +16,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e38)  # finite, so that differences of two such maxima are no NaN
 _BOUND = gl.constexpr(BOUND)
 _FAR = gl.constexpr(1 << 30)  # past every position
-BEYOND = gl.constexpr(1 << 30)  # a row past every tensor: the copy engine gives zeros
 
 
 @gluon.jit
@@ -68,17 +67,12 @@ def load_span(tile_map, num_tiles, span):
 
 
 @gluon.jit
-def first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end):
-    """Return load_span of the span that a tile begins with: an edge if it has one.
-
-    A tile without spans begins with 0 rows past the end of the keys: zeros, all masked.
-    """
-    span = gl.where(edge_begin < edge_end, edge_begin, full_begin)
+def load_span_unless(known, row, num_rows, position, tile_map, num_tiles, span):
+    """Return load_span, or the three numbers given where they are `known`, without a load."""
     at = tile_map + num_tiles * _TILE_FIELDS + span * _SPAN_FIELDS
-    exists = full_begin < edge_end
-    row = gl.load(at, mask=exists, other=BEYOND)
-    num_rows = gl.load(at + 1, mask=exists, other=0)
-    position = gl.load(at + 2, mask=exists, other=0)
+    row = gl.load(at, mask=not known, other=row)
+    num_rows = gl.load(at + 1, mask=not known, other=num_rows)
+    position = gl.load(at + 2, mask=not known, other=position)
     return row, num_rows, position
 
 

@@ -17,7 +17,13 @@ from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.kernels.hopper.api import gl, gluon, mbarrier, with_layout
 from hexiseq_triton.kernels.hopper.forward_consumer import IN_REGISTERS, consume, layout_of
-from hexiseq_triton.kernels.hopper.forward_producer import ROWS, names_barriers, produce
+from hexiseq_triton.kernels.hopper.forward_producer import (
+    RECORD,
+    RECORDS,
+    ROWS,
+    names_barriers,
+    produce,
+)
 from hexiseq_triton.kernels.launch import Launch
 from hexiseq_triton.kernels.prepared import Prepared
 from hexiseq_triton.kernels.tilemap import query_tiles
@@ -45,6 +51,8 @@ def _forward_kernel(
         staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS, D], layout_of(out_tiles))
     else:
         staged = queries  # not read again by then
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    records = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], one)
     bl: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], bl)
@@ -65,21 +73,21 @@ def _forward_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                0, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged,
+                0, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
                 q_full, q_free, k_full, k_free, v_full, v_free, state_full,
-                num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
+                num_tiles, num_heads, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
                 BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (consume, (
-                1, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged,
+                1, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
                 q_full, q_free, k_full, k_free, v_full, v_free, state_full,
-                num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
+                num_tiles, num_heads, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
                 BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (produce, (
-                q, k, v, tile_map, queries, keys, values,
+                q, k, v, tile_map, queries, keys, values, records,
                 q_full, q_free, k_full, k_free, v_full, v_free,
                 num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
                 stride_qh, stride_kh, stride_vh, BLOCK_N, STAGES, names_barriers(D),

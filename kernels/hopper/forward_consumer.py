@@ -38,23 +38,30 @@ from hexiseq_triton.kernels.hopper.blocks import (
     by_thread,
     capped,
     copy_rows,
-    first_span,
     four_dimensional,
     key_range,
-    load_span,
-    load_tile,
+    load_span_unless,
     num_items,
     store_rows,
     thread_columns,
-    work_item,
 )
 from hexiseq_triton.kernels.hopper.forward_producer import (
+    EDGE_BEGIN,
+    EDGE_END,
+    FIRST_POSITION,
+    FIRST_ROWS,
+    FULL_ROWS,
+    HEAD,
     KEYS_FREE,
+    NUM_ROWS,
+    POSITION,
     QUERIES_FREE,
+    ROW,
     ROWS,
     VALUES_FREE,
     give_back,
     names_barriers,
+    tile_number,
 )
 from hexiseq_triton.kernels.hopper.named import (
     ALL,
@@ -137,9 +144,9 @@ def _attend(
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged,
+    W: gl.constexpr, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
     q_full, q_free, k_full, k_free, v_full, v_free, state_full,
-    num_tiles, num_heads, heads_together, scale, cap_scale, cap, left, right,
+    num_tiles, num_heads, scale, cap_scale, cap, left, right,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -156,25 +163,27 @@ def consume(
     JOINS: gl.constexpr = SMALL and not FIRST  # the old state, by way of shared memory
     NAMED: gl.constexpr = names_barriers(D)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SL)
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
+    offsets = gl.arange(0, ROWS, RL)
     if W == 1:
         pass_turn(8)  # consumer 0 issues first; then they alternate
     at = 0
-    for turn in range(num_items(num_tiles * num_heads, programs, program)):
-        tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
-        row, num_rows, position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
-        row += W * ROWS
-        num_rows -= W * ROWS
-        offsets = gl.arange(0, ROWS, RL)
-        low, high = key_range(position + W * ROWS + offsets, left, right, HAS_LEFT, HAS_RIGHT)
+    for turn in range(num_items(num_tiles * num_heads, gl.num_programs(0), gl.program_id(0))):
+        mbarrier.wait(q_full.index(W), turn & 1)
+        head = tile_number(records, turn, HEAD)
+        row = tile_number(records, turn, ROW) + W * ROWS
+        num_rows = tile_number(records, turn, NUM_ROWS) - W * ROWS
+        position = tile_number(records, turn, POSITION) + W * ROWS
+        edge_begin = tile_number(records, turn, EDGE_BEGIN)
+        edge_end = tile_number(records, turn, EDGE_END)
+        k_rows = tile_number(records, turn, FIRST_ROWS)
+        k_position = tile_number(records, turn, FIRST_POSITION)
+        full_rows = tile_number(records, turn, FULL_ROWS)
+        low, high = key_range(position + offsets, left, right, HAS_LEFT, HAS_RIGHT)
         acc = gl.zeros([ROWS, D], gl.float32, AL)
 
         # the first block
         stage = at % STAGES
         phase = (at // STAGES) & 1
-        _row, k_rows, k_position = first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end)
-        mbarrier.wait(q_full.index(W), turn & 1)
         q = queries.index(W).load(QL) if SMALL else queries.index(W)
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -197,9 +206,11 @@ def consume(
         mbarrier.wait(v_full.index(stage), phase)
 
         # the other blocks of edges, then the full ones, of which only the number matters here
-        begin = BLOCK_N
         for span in range(edge_begin, edge_end):
-            _row, k_rows, k_position = load_span(tile_map, num_tiles, span)
+            _row, k_rows, k_position = load_span_unless(
+                span == edge_begin, 0, k_rows, k_position, tile_map, num_tiles, span
+            )
+            begin = gl.where(span == edge_begin, BLOCK_N, 0)
             for offset in range(begin, k_rows, BLOCK_N):
                 acc, p, factor, m, total = _attend(
                     W, q, zeros, acc, p, factor, m, total, at,
@@ -208,12 +219,8 @@ def consume(
                     True, HAS_LEFT, SOFTCAP, EXACT, STAGES, NAMED,
                 )  # fmt: skip
                 at += 1
-            begin = 0
-        full_rows = -begin
-        for span in range(full_begin, edge_begin):
-            _row, k_rows, _position = load_span(tile_map, num_tiles, span)
-            full_rows += k_rows
-        for _block in range(full_rows // BLOCK_N):
+        first_is_full = gl.where(edge_begin < edge_end, 0, BLOCK_N)
+        for _block in range((full_rows - first_is_full) // BLOCK_N):
             acc, p, factor, m, total = _attend(
                 W, q, zeros, acc, p, factor, m, total, at,
                 keys, values, k_full, k_free, v_full, v_free,

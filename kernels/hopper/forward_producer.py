@@ -5,16 +5,35 @@ from __future__ import annotations
 from hexiseq_triton.kernels.hopper.api import gl, gluon, mbarrier, tma
 from hexiseq_triton.kernels.hopper.blocks import (
     copy_rows,
-    first_span,
-    load_span,
-    load_tile,
+    load_span_unless,
     num_items,
     work_item,
 )
 from hexiseq_triton.kernels.hopper.named import ALL, CONSUMER_AND_PRODUCER, arrive, meet_if
+from hexiseq_triton.kernels.tilemap import TILE_FIELDS
 
 ROWS = gl.constexpr(64)
 """Query rows of a consumer."""
+_TILE_FIELDS = gl.constexpr(TILE_FIELDS)
+ROW = gl.constexpr(0)
+"""Where the record of a tile has its numbers: the fields of the tile map, and the head."""
+NUM_ROWS = gl.constexpr(1)
+POSITION = gl.constexpr(2)
+FULL_BEGIN = gl.constexpr(3)
+EDGE_BEGIN = gl.constexpr(4)
+EDGE_END = gl.constexpr(5)
+FIRST_ROW = gl.constexpr(6)
+FIRST_ROWS = gl.constexpr(7)
+FIRST_POSITION = gl.constexpr(8)
+FULL_ROW = gl.constexpr(9)
+FIRST_FULL_ROWS = gl.constexpr(10)
+FULL_ROWS = gl.constexpr(11)
+HEAD = gl.constexpr(TILE_FIELDS)
+RECORD = gl.constexpr(32)
+"""Numbers of a record, one for each thread of the warp that writes it."""
+RECORDS = gl.constexpr(4)
+"""Records that are kept. When one is written, both consumers are done with the tile before the
+last: with three, a number may be read as late as at its tile's end. Four are a mask away."""
 KEYS_FREE = gl.constexpr(10)
 """The named barriers of the two stages of keys; 8 and 9 are the consumers' turns."""
 VALUES_FREE = gl.constexpr(12)
@@ -69,18 +88,37 @@ def _load_keys(
 
 
 @gluon.jit
+def _record_tile(records, turn, tile_map, num_tiles, num_heads, heads_together):
+    """Put down what this program's item number `turn` is about, for `tile_number`."""
+    tile, head = work_item(
+        turn, gl.num_programs(0), gl.program_id(0), num_tiles, num_heads, heads_together
+    )
+    fields = gl.arange(0, RECORD, gl.BlockedLayout([1], [32], [1], [0]))
+    numbers = gl.load(tile_map + tile * _TILE_FIELDS + fields, mask=fields < _TILE_FIELDS, other=0)
+    records.index(turn % RECORDS).store(gl.where(fields == HEAD, head, numbers))
+
+
+@gluon.jit
+def tile_number(records, turn, FIELD: gl.constexpr):
+    """Return a number of the program's item number `turn`."""
+    place = records.index(turn % RECORDS).slice(FIELD, 1)
+    return gl.sum(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
 def produce(
-    q, k, v, tile_map, queries, keys, values, q_full, q_free, k_full, k_free, v_full, v_free,
+    q, k, v, tile_map, queries, keys, values, records,
+    q_full, q_free, k_full, k_free, v_full, v_free,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     stride_qh, stride_kh, stride_vh,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
     at = 0
-    for turn in range(num_items(num_tiles * num_heads, programs, program)):
-        tile, head = work_item(turn, programs, program, num_tiles, num_heads, heads_together)
-        row, _rows, _position, full_begin, edge_begin, edge_end = load_tile(tile_map, tile)
+    count = num_items(num_tiles * num_heads, gl.num_programs(0), gl.program_id(0))
+    _record_tile(records, 0, tile_map, num_tiles, num_heads, heads_together)
+    for turn in range(count):
+        row = tile_number(records, turn, ROW)
+        head = tile_number(records, turn, HEAD)
         kv_head = (q_head_start + head) // q_per_kv - q_head_start // q_per_kv
         k_column = kv_head * stride_kh
         v_column = kv_head * stride_vh
@@ -90,24 +128,38 @@ def produce(
             tma.async_copy_global_to_shared(
                 q, [row + w * ROWS, head * stride_qh], q_full.index(w), queries.index(w)
             )
-        k_row, k_rows, _position = first_span(tile_map, num_tiles, full_begin, edge_begin, edge_end)
+        first_row = tile_number(records, turn, FIRST_ROW)
+        first_rows = tile_number(records, turn, FIRST_ROWS)
         _load_keys(
             k, v, keys, values, k_full, k_free, v_full, v_free,
-            k_row, k_rows, k_column, v_column, at, STAGES, NAMED,
+            first_row, first_rows, k_column, v_column, at, STAGES, NAMED,
         )  # fmt: skip
         at += 1
+        # now, when the next keys are not needed soon
+        _record_tile(
+            records, gl.minimum(turn + 1, count - 1), tile_map, num_tiles, num_heads, heads_together
+        )
+        full_begin = tile_number(records, turn, FULL_BEGIN)
+        edge_begin = tile_number(records, turn, EDGE_BEGIN)
+        edge_end = tile_number(records, turn, EDGE_END)
         # of this span the first block is there; not a variable that loops carry: see the traps
         first = gl.where(edge_begin < edge_end, edge_begin, full_begin)
         for span in range(edge_begin, edge_end):
-            k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
+            k_row, k_rows, _position = load_span_unless(
+                span == first, first_row, first_rows, 0, tile_map, num_tiles, span
+            )
             for offset in range(gl.where(span == first, BLOCK_N, 0), k_rows, BLOCK_N):
                 _load_keys(
                     k, v, keys, values, k_full, k_free, v_full, v_free,
                     k_row + offset, k_rows - offset, k_column, v_column, at, STAGES, NAMED,
                 )  # fmt: skip
                 at += 1
+        full_row = tile_number(records, turn, FULL_ROW)
+        full_rows = tile_number(records, turn, FIRST_FULL_ROWS)
         for span in range(full_begin, edge_begin):
-            k_row, k_rows, _position = load_span(tile_map, num_tiles, span)
+            k_row, k_rows, _position = load_span_unless(
+                span == full_begin, full_row, full_rows, 0, tile_map, num_tiles, span
+            )
             for offset in range(gl.where(span == first, BLOCK_N, 0), k_rows, BLOCK_N):
                 _load_keys(
                     k, v, keys, values, k_full, k_free, v_full, v_free,

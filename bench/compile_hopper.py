@@ -64,7 +64,7 @@ def compiled_forward(
     tile = forward.TILES[head_dim]
     constants = {
         "BLOCK_N": tile.block_n, "D": head_dim, "STAGES": tile.stages, "HAS_LEFT": False,
-        "HAS_RIGHT": True, "SOFTCAP": False, "FIRST": True, "HAS_SINK": False, "EXACT": False,
+        "SOFTCAP": False, "FIRST": True, "HAS_SINK": False, "EXACT": False,
         "num_warps": 4, **flags,
     }  # fmt: skip
     small, first = head_dim <= forward.IN_REGISTERS.value, constants["FIRST"]
@@ -93,7 +93,7 @@ def compiled_backward(
     queries, columns = backward.queries_of(head_dim), backward.COLUMNS.value
     constants = {
         "BLOCK_M": config.block_m, "D": head_dim, "STAGES": config.num_stages, "HAS_LEFT": False,
-        "HAS_RIGHT": True, "SOFTCAP": False, "FUSED": True, "ACCUMULATE": False, "num_warps": 4,
+        "SOFTCAP": False, "FUSED": True, "ACCUMULATE": False, "num_warps": 4,
         **flags,
     }  # fmt: skip
     rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
@@ -110,7 +110,7 @@ def compiled_grad_kv(dtype: str = "bf16", **flags: bool) -> tuple[Any, dict[str,
     config, head_dim = grad_kv.CONFIG, grad_kv.HEAD_DIM
     constants = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": head_dim,
-        "STAGES": config.num_stages, "HAS_LEFT": False, "HAS_RIGHT": True, "SOFTCAP": False,
+        "STAGES": config.num_stages, "HAS_LEFT": False, "SOFTCAP": False,
         "ACCUMULATE": False, "num_warps": 4, **flags,
     }  # fmt: skip
     rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
@@ -125,7 +125,7 @@ def compiled_grad_q(dtype: str = "bf16", **flags: bool) -> tuple[Any, dict[str, 
     config, head_dim = grad_q.CONFIG, grad_q.HEAD_DIM
     constants = {
         "BLOCK_N": config.block_n, "D": head_dim, "STAGES": config.num_stages, "HAS_LEFT": False,
-        "HAS_RIGHT": True, "SOFTCAP": False, "ACCUMULATE": False, "num_warps": 4, **flags,
+        "SOFTCAP": False, "ACCUMULATE": False, "num_warps": 4, **flags,
     }  # fmt: skip
     rows = _blocks(dtype, 1, 1, config.block_m, head_dim)
     types = dict.fromkeys(("q", "k", "v", "do"), rows) | {"lse": "*fp32", "delta": "*fp32"}

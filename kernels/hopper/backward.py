@@ -47,7 +47,7 @@ def _backward_kernel(
     stride_qh, stride_kh, stride_vh, stride_doh, stride_row,
     stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     FUSED: gl.constexpr, ACCUMULATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _backward_kernel(
                 kv_full, k_free, v_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
-                BLOCK_M, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED, ACCUMULATE,
+                BLOCK_M, D, STAGES, HAS_LEFT, SOFTCAP, FUSED, ACCUMULATE,
             )),
             (consume, (
                 1, dk, dv, dq, work,
@@ -106,7 +106,7 @@ def _backward_kernel(
                 kv_full, k_free, v_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_dkt, stride_dkh, stride_dvt, stride_dvh,
-                BLOCK_M, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FUSED, ACCUMULATE,
+                BLOCK_M, D, STAGES, HAS_LEFT, SOFTCAP, FUSED, ACCUMULATE,
             )),
             (produce, (
                 q, k, v, do, lse, delta, items, counter, tile_map, work,

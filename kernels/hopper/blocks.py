@@ -15,7 +15,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1e38)  # finite, so that differences of two such maxima are no NaN
 _BOUND = gl.constexpr(BOUND)
-_FAR = gl.constexpr(1 << 30)  # past every position
 
 
 @gluon.jit
@@ -99,15 +98,12 @@ def copy_rows(bounded, row, num_rows, column, full, place):
 
 
 @gluon.jit
-def key_range(q_position, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+def key_range(q_position, left, right, HAS_LEFT: gl.constexpr):
     """Return the first and the last key position that each query sees."""
     low = q_position
-    high = q_position * 0 + _FAR
     if HAS_LEFT:
         low = q_position - left
-    if HAS_RIGHT:
-        high = q_position + right
-    return low, high
+    return low, q_position + right
 
 
 @gluon.jit

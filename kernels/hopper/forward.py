@@ -37,7 +37,7 @@ def _forward_kernel(
     stride_qh, stride_kh, stride_vh,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     FIRST: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr, EXACT: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -77,14 +77,14 @@ def _forward_kernel(
                 q_full, q_free, k_full, k_free, v_full, v_free, state_full,
                 num_tiles, num_heads, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
-                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
+                BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (consume, (
                 1, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
                 q_full, q_free, k_full, k_free, v_full, v_free, state_full,
                 num_tiles, num_heads, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
-                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
+                BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (produce, (
                 q, k, v, tile_map, queries, keys, values, records,

@@ -149,7 +149,7 @@ def consume(
     num_tiles, num_heads, scale, cap_scale, cap, left, right,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     FIRST: gl.constexpr, STAGED: gl.constexpr, HAS_SINK: gl.constexpr, EXACT: gl.constexpr,
 ):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -178,7 +178,7 @@ def consume(
         k_rows = tile_number(records, turn, FIRST_ROWS)
         k_position = tile_number(records, turn, FIRST_POSITION)
         full_rows = tile_number(records, turn, FULL_ROWS)
-        low, high = key_range(position + offsets, left, right, HAS_LEFT, HAS_RIGHT)
+        low, high = key_range(position + offsets, left, right, HAS_LEFT)
         acc = gl.zeros([ROWS, D], gl.float32, AL)
 
         # the first block

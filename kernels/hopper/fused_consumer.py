@@ -97,7 +97,7 @@ def consume(
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     FUSED: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -162,7 +162,7 @@ def consume(
                 diagonal = get(diagonals.index(stage))
             p, weight = probabilities(
                 s, row_lse, diagonal, W * KEYS, k_rows,
-                scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, SOFTCAP,
             )  # fmt: skip
             pb = gl.convert_layout(p, PL)
             if LATE:

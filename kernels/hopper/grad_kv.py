@@ -62,7 +62,7 @@ def _consume(
     kv_full, free, q_full, do_full,
     scale, cap_scale, cap, left, right, softmax_scale, stride_t, stride_h,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -113,7 +113,7 @@ def _consume(
                 s = warpgroup_mma_wait(0, deps=(s,))
                 p, weight = probabilities(
                     s, row_lse, diagonal, 0, k_rows,
-                    scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                    scale, cap_scale, cap, left, right, DTYPE, HAS_LEFT, SOFTCAP,
                 )  # fmt: skip
                 exchanged.index(slot).store(weight)
                 arrive(P_FULL + slot, CONSUMERS)
@@ -150,7 +150,7 @@ def _grad_kv_kernel(
     stride_qh, stride_kh, stride_vh, stride_doh, stride_row,
     stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -188,14 +188,14 @@ def _grad_kv_kernel(
                 keys, values, queries, grads, lses, deltas, diagonals, exchanged,
                 kv_full, k_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale, stride_dvt, stride_dvh,
-                BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
+                BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, ACCUMULATE,
             )),
             (_consume, (
                 True, dk, work,
                 keys, values, queries, grads, lses, deltas, diagonals, exchanged,
                 kv_full, v_free, q_full, do_full,
                 scale, cap_scale, cap, left, right, softmax_scale, stride_dkt, stride_dkh,
-                BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
+                BLOCK_M, BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, ACCUMULATE,
             )),
             (produce, (
                 q, k, v, do, lse, delta, items, counter, tile_map, work,

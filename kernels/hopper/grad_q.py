@@ -110,7 +110,7 @@ def _consume(
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_row, stride_dqt, stride_dqh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -157,11 +157,9 @@ def _consume(
             s = capped(s, cap_scale) if SOFTCAP else gl.exp2(s * scale - row_lse[:, None])
             if distance != UNMASKED:
                 low = query * 0
-                high = low + count - 1
+                high = gl.minimum(low + count - 1, query + right - distance)
                 if HAS_LEFT:
                     low = query - left - distance
-                if HAS_RIGHT:
-                    high = gl.minimum(high, query + right - distance)
                 s = seen_only(s, low, high, UNSEEN, True)
             p = gl.exp2(s * (cap * scale) - row_lse[:, None]) * (1.0 - s * s) if SOFTCAP else s
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -194,7 +192,7 @@ def _grad_q_kernel(
     scale, cap_scale, cap, left, right, softmax_scale,
     stride_qh, stride_kh, stride_vh, stride_doh, stride_row, stride_dqt, stride_dqh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -225,7 +223,7 @@ def _grad_q_kernel(
                 num_tiles, num_heads, heads_together,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_row, stride_dqt, stride_dqh,
-                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
+                BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, ACCUMULATE,
             )),
             (_consume, (
                 1, lse, delta, dq, tile_map,
@@ -234,7 +232,7 @@ def _grad_q_kernel(
                 num_tiles, num_heads, heads_together,
                 scale, cap_scale, cap, left, right, softmax_scale,
                 stride_row, stride_dqt, stride_dqh,
-                BLOCK_N, D, STAGES, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCUMULATE,
+                BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, ACCUMULATE,
             )),
             (_produce, (
                 q, k, v, do, tile_map, queries, grads, keys, values, diagonals, counts,

@@ -16,7 +16,7 @@ _FAR = gl.constexpr(1 << 30)  # past every position
 def probabilities(
     s, lse, diagonal, first_key, num_keys, scale, cap_scale, cap, left, right,
     DTYPE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Return p and what stands for p in ds, in DTYPE: p again, or with a softcap p times its slope.
 
@@ -34,10 +34,8 @@ def probabilities(
     s = capped(s, cap_scale) if SOFTCAP else gl.exp2(s * scale - lse[None, :])
     if diagonal != UNMASKED:
         key = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        low = key * 0
-        high = low + s.shape[1]
-        if HAS_RIGHT:
-            low = diagonal + key - right
+        low = diagonal + key - right
+        high = key * 0 + s.shape[1]
         if HAS_LEFT:
             high = diagonal + key + left
         s = seen_only(s, gl.where(key < num_keys, low, _FAR), high, UNSEEN, HAS_LEFT)

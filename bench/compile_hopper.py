@@ -50,6 +50,7 @@ FORWARD: dict[str, dict[str, Any]] = {
 BACKWARD: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16": {"dtype": "fp16"},
+    "fp16 window": {"dtype": "fp16", "HAS_LEFT": True},
     "window": {"HAS_LEFT": True},
     "softcap": {"SOFTCAP": True},
     "repeatable": {"FUSED": False},

@@ -81,7 +81,7 @@ def page(lines: Iterable[Line]) -> str:
     """Return the page: a table for each suite and card, comparisons in pairs last."""
     lines = list(lines)
     pairs = [line for line in lines if line["suite"] == PAIRED]
-    apart = {PAIRED, report_multi.SUITE, *report_mixed.SUITES}
+    apart = {PAIRED, *report_multi.SUITES, *report_mixed.SUITES}
     several = [line for line in lines if line["suite"] in apart]
     lines = [line for line in lines if line["suite"] not in apart]
     tables: dict[tuple[str, str], dict[tuple[str, ...], dict[str, Line]]] = defaultdict(dict)

@@ -1,6 +1,7 @@
-"""The multi-GPU section of docs/benchmarks.md, from bench/results/multi.jsonl.
+"""The multi-GPU sections of docs/benchmarks.md, from bench/results/multi.jsonl and rings.jsonl.
 
-Of each card the newest run of a table counts, whole: all its rows come from one run on one host.
+Of each suite and card the newest run of a table counts, whole: all its rows come from one run on
+one host.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-SUITE = "multi"
+SUITES = ("multi", "rings")
 NAMES = {
     "hexiseq-heads": "**ours, one group** (peer memory)",
     "hexiseq-heads-nccl": "ours, one group (NCCL)",
@@ -34,16 +35,16 @@ Line = dict[str, Any]
 
 
 def section(lines: Iterable[Line]) -> str:
-    """Return the tables of all cards; "" without measurements."""
-    by_card: dict[str, list[Line]] = {}
+    """Return the tables of all suites and cards; "" without measurements."""
+    by_card: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
-        if line["suite"] == SUITE:
-            by_card.setdefault(line["card"], []).append(line)
-    return "".join(_of_card(card, found) for card, found in sorted(by_card.items()))
+        if line["suite"] in SUITES:
+            by_card.setdefault((line["suite"], line["card"]), []).append(line)
+    return "".join(_of_card(*key, found) for key, found in sorted(by_card.items()))
 
 
-def _of_card(card: str, lines: Sequence[Line]) -> str:
-    text = f"\n## multi on {card}\n"
+def _of_card(suite: str, card: str, lines: Sequence[Line]) -> str:
+    text = f"\n## {suite} on {card}\n"
     for unit, table in (("tflops", _attention), ("gbs", _moves)):
         found = [line for line in lines if unit in line]
         if found:

@@ -185,6 +185,7 @@ def test_an_edited_plan_is_refused(files: Path) -> None:
     ("words", "message"),
     [
         (["--straggler", "x"], "--straggler is 'x'; it is RANK:FACTOR"),
+        (["--seed", "3"], "--seed is 3, and nothing is random without --jitter"),
         (["--straggler", "9:2"], "there is no rank 9; ranks are 0 to 3"),
         (["--straggler", "1:0"], "rank 1 has factor 0.0"),
         (["--straggler", "1:2", "--straggler", "1:3"], "rank 1 stands twice"),

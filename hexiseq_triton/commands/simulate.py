@@ -40,7 +40,7 @@ def simulate_command(
         typer.Option(help="event: links are shared fairly; fast: one after the other"),
     ] = "event",
     jitter: Annotated[float, typer.Option(help="spread of every operation's length")] = 0.0,
-    seed: Annotated[int, typer.Option(help="of the jitter")] = 0,
+    seed: Annotated[int | None, typer.Option(help="of the jitter; 0 if left out")] = None,
     straggler: Annotated[
         list[str] | None, typer.Option(help="RANK:FACTOR, a rank that computes longer; repeatable")
     ] = None,
@@ -63,8 +63,12 @@ def simulate_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Simulate one training step of PLAN on CLUSTER; no GPU is needed."""
+    if seed is not None and jitter == 0.0:
+        raise ConfigError(
+            f"--seed is {seed}, and nothing is random without --jitter; give it, such as 0.05"
+        )
     conditions = Conditions(
-        jitter, seed, _stragglers(straggler or []), oversubscription, copy_engine
+        jitter, seed or 0, _stragglers(straggler or []), oversubscription, copy_engine
     )
     loaded_plan = Plan.load(plan)
     found = simulate_plan(

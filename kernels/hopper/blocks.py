@@ -98,6 +98,12 @@ def copy_rows(bounded, row, num_rows, column, full, place):
 
 
 @gluon.jit
+def get(place):
+    """Return a number from shared memory, in each thread of a warp or warpgroup."""
+    return gl.sum(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
 def key_range(q_position, left, right, HAS_LEFT: gl.constexpr):
     """Return the first and the last key position that each query sees."""
     low = q_position

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hexiseq_triton.kernels.hopper.api import gl, gluon, mbarrier, tma
 from hexiseq_triton.kernels.hopper.blocks import (
     copy_rows,
+    get,
     load_span_unless,
     num_items,
     work_item,
@@ -101,8 +102,7 @@ def _record_tile(records, turn, tile_map, num_tiles, num_heads, heads_together):
 @gluon.jit
 def tile_number(records, turn, FIELD: gl.constexpr):
     """Return a number of the program's item number `turn`."""
-    place = records.index(turn % RECORDS).slice(FIELD, 1)
-    return gl.sum(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return get(records.index(turn % RECORDS).slice(FIELD, 1))
 
 
 @gluon.jit

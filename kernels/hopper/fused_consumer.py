@@ -28,6 +28,7 @@ from hexiseq_triton.kernels.hopper.api import (
 from hexiseq_triton.kernels.hopper.blocks import (
     bounded_at,
     four_dimensional,
+    get,
     load_rows,
     store_rows,
 )
@@ -38,7 +39,6 @@ from hexiseq_triton.kernels.hopper.producer import (
     NUM_BLOCKS,
     NUM_KEYS,
     QUERIES_FREE,
-    get,
     scales_early,
 )
 from hexiseq_triton.kernels.hopper.scores import probabilities, unpacked

@@ -24,7 +24,7 @@ from hexiseq_triton.kernels.hopper.api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from hexiseq_triton.kernels.hopper.blocks import load_rows, store_rows
+from hexiseq_triton.kernels.hopper.blocks import get, load_rows, store_rows
 from hexiseq_triton.kernels.hopper.guard import Guarded
 from hexiseq_triton.kernels.hopper.key_work import (
     constants_of,
@@ -40,7 +40,6 @@ from hexiseq_triton.kernels.hopper.producer import (
     NUM_KEYS,
     QUERIES_FREE,
     WORK_FIELDS,
-    get,
     produce,
     scales_early,
 )

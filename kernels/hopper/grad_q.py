@@ -28,6 +28,7 @@ from hexiseq_triton.kernels.hopper.blocks import (
     LOG2E,
     capped,
     copy_rows,
+    get,
     load_rows,
     load_span,
     load_tile,
@@ -38,7 +39,7 @@ from hexiseq_triton.kernels.hopper.blocks import (
 from hexiseq_triton.kernels.hopper.guard import Guarded
 from hexiseq_triton.kernels.hopper.key_work import constants_of, loaded_blocks, scalars_of
 from hexiseq_triton.kernels.hopper.named import ALL, CONSUMER_AND_PRODUCER, arrive, meet_if
-from hexiseq_triton.kernels.hopper.producer import UNMASKED, get, num_blocks, put
+from hexiseq_triton.kernels.hopper.producer import UNMASKED, num_blocks, put
 from hexiseq_triton.kernels.hopper.scores import seen_only
 from hexiseq_triton.kernels.kept import kept
 from hexiseq_triton.kernels.prepared import Prepared

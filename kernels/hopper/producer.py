@@ -37,12 +37,6 @@ def put(place, number):
 
 
 @gluon.jit
-def get(place):
-    """Return a number from shared memory, in each thread of a warpgroup."""
-    return gl.sum(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def _heads_of(kv_head, num_heads, q_head_start, q_per_kv):
     """Return the first of the query heads that read `kv_head`, of those here, and their number."""
     group = q_head_start // q_per_kv + kv_head

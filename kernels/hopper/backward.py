@@ -26,6 +26,7 @@ from hexiseq_triton.kernels.configs import Config
 from hexiseq_triton.kernels.forms import Form, bounded_blocks, form
 from hexiseq_triton.kernels.hopper import grad_kv as wide
 from hexiseq_triton.kernels.hopper.api import gl, gluon, mbarrier, partition_barrier, with_layout
+from hexiseq_triton.kernels.hopper.counters import zero_counters
 from hexiseq_triton.kernels.hopper.fused_consumer import COLUMNS, KEYS, consume
 from hexiseq_triton.kernels.hopper.guard import Guarded
 from hexiseq_triton.kernels.hopper.key_work import (
@@ -184,7 +185,7 @@ def _launch(
     prepared = _prepare(inputs, None if dq is None else form(dq))
     if prepared is not None:
         launch, items = prepared
-        counter = torch.zeros(1, dtype=torch.int32, device=dk.device)
+        counter = zero_counters(dk.device)  # one is needed
         launch(*tensors, tensors[0] if dq is None else dq, dk, dv, items, counter)
 
 

@@ -25,6 +25,7 @@ from hexiseq_triton.kernels.hopper.api import (
     warpgroup_mma_wait,
 )
 from hexiseq_triton.kernels.hopper.blocks import get, load_rows, store_rows
+from hexiseq_triton.kernels.hopper.counters import zero_counters
 from hexiseq_triton.kernels.hopper.guard import Guarded
 from hexiseq_triton.kernels.hopper.key_work import (
     constants_of,
@@ -218,7 +219,7 @@ def grad_kv(inputs: BackwardInputs, tensors: Tensors, dk: torch.Tensor, dv: torc
     prepared = _prepare(inputs)
     if prepared is not None:
         launch, items = prepared
-        counter = torch.zeros(1, dtype=torch.int32, device=dk.device)
+        counter = zero_counters(dk.device)  # one is needed
         launch(*tensors, dk, dv, items, counter)
 
 

@@ -76,7 +76,7 @@ def compiled_forward(
         "k": _blocks(dtype, tile.block_n, head_dim),
         "v": _blocks(dtype, 1, 1, tile.block_n, head_dim),
         "out": f"*{written}",
-        "tile_map": "*i32",
+        **dict.fromkeys(("taken", "tile_map"), "*i32"),
         **dict.fromkeys(("o", "out_tiles", "lse", "sink"), "*fp32"),
     }
     if small and not first:

@@ -16,6 +16,7 @@ from hexiseq_triton.kernels.forms import Form, bounded_blocks
 from hexiseq_triton.kernels.forward_call import ForwardCall
 from hexiseq_triton.kernels.hopper import guard
 from hexiseq_triton.kernels.hopper.api import gl, gluon, mbarrier, with_layout
+from hexiseq_triton.kernels.hopper.counters import zero_counters
 from hexiseq_triton.kernels.hopper.forward_consumer import IN_REGISTERS, consume, layout_of
 from hexiseq_triton.kernels.hopper.forward_producer import (
     RECORD,
@@ -31,7 +32,7 @@ from hexiseq_triton.kernels.tilemap import query_tiles
 
 @gluon.jit(do_not_specialize=VARYING)
 def _forward_kernel(
-    q, k, v, o, lse, out, out_tiles, sink, tile_map,
+    q, k, v, o, lse, out, out_tiles, sink, taken, tile_map,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     scale, cap_scale, cap, left, right,
     stride_qh, stride_kh, stride_vh,
@@ -75,19 +76,19 @@ def _forward_kernel(
             (consume, (
                 0, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
                 q_full, q_free, k_full, k_free, v_full, v_free, state_full,
-                num_tiles, num_heads, scale, cap_scale, cap, left, right,
+                num_tiles, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
                 BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (consume, (
                 1, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
                 q_full, q_free, k_full, k_free, v_full, v_free, state_full,
-                num_tiles, num_heads, scale, cap_scale, cap, left, right,
+                num_tiles, scale, cap_scale, cap, left, right,
                 stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
                 BLOCK_N, D, STAGES, HAS_LEFT, SOFTCAP, FIRST, STAGED, HAS_SINK, EXACT,
             )),
             (produce, (
-                q, k, v, tile_map, queries, keys, values, records,
+                q, k, v, taken, tile_map, queries, keys, values, records,
                 q_full, q_free, k_full, k_free, v_full, v_free,
                 num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
                 stride_qh, stride_kh, stride_vh, BLOCK_N, STAGES, names_barriers(D),
@@ -167,12 +168,14 @@ def prepare(call: ForwardCall) -> Callable[..., None] | None:
     work = Prepared(
         _forward_kernel, (programs,), scalars, constants,
         tiles=tiles,
-        blocks=[*loaded, state if joins else None, None, None, written if staged else None, None],
+        blocks=[
+            *loaded, state if joins else None, None, None, written if staged else None, None, None
+        ],
     )  # fmt: skip
     guarded = guard.Guarded(work, "forward", q.dtype, launch.head_dim)
     # `out` by pointers and by blocks; o and lse for what is not there
     return lambda q, k, v, o, lse, out, sink=None: guarded(
-        q, k, v, o, lse, out, out, lse if sink is None else sink
+        q, k, v, o, lse, out, out, lse if sink is None else sink, zero_counters(q.device)
     )
 
 

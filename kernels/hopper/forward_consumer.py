@@ -41,7 +41,6 @@ from hexiseq_triton.kernels.hopper.blocks import (
     four_dimensional,
     key_range,
     load_span_unless,
-    num_items,
     store_rows,
     thread_columns,
 )
@@ -146,7 +145,7 @@ def _attend(
 def consume(
     W: gl.constexpr, o, lse, out, out_tiles, sink, tile_map, queries, keys, values, staged, records,
     q_full, q_free, k_full, k_free, v_full, v_free, state_full,
-    num_tiles, num_heads, scale, cap_scale, cap, left, right,
+    num_tiles, scale, cap_scale, cap, left, right,
     stride_ot, stride_oh, stride_lse, stride_outt, stride_outh,
     BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -167,8 +166,11 @@ def consume(
     if W == 1:
         pass_turn(8)  # consumer 0 issues first; then they alternate
     at = 0
-    for turn in range(num_items(num_tiles * num_heads, gl.num_programs(0), gl.program_id(0))):
-        mbarrier.wait(q_full.index(W), turn & 1)
+    turn = 0
+    q_phase = 0
+    tile_rows = 1  # not read, for the compiler: a program without work has a tile without rows
+    mbarrier.wait(q_full.index(W), 0)
+    while tile_rows > 0:
         head = tile_number(records, turn, HEAD)
         row = tile_number(records, turn, ROW) + W * ROWS
         num_rows = tile_number(records, turn, NUM_ROWS) - W * ROWS
@@ -262,7 +264,7 @@ def consume(
             acc = acc * gl.convert_layout(weight * inverse, ARL, assert_trivial=True)[:, None]
             old_weight = gl.convert_layout(old_weight * inverse, ARL, assert_trivial=True)
             if JOINS:
-                mbarrier.wait(state_full.index(W), turn & 1)
+                mbarrier.wait(state_full.index(W), q_phase)
                 old_acc = staged.index(W).load(AL)
                 acc += old_acc * old_weight[:, None]
             else:
@@ -288,5 +290,9 @@ def consume(
             if STAGED:
                 tma.store_wait(0)
             give_back(QUERIES_FREE, W, q_free, CONSUMER_AND_PRODUCER, NAMED)
+        turn += 1
+        q_phase ^= 1
+        mbarrier.wait(q_full.index(W), q_phase)
+        tile_rows = tile_number(records, turn, NUM_ROWS)
     if STAGED:
         tma.store_wait(0)

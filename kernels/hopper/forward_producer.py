@@ -7,10 +7,10 @@ from hexiseq_triton.kernels.hopper.blocks import (
     copy_rows,
     get,
     load_span_unless,
-    num_items,
     work_item,
 )
 from hexiseq_triton.kernels.hopper.named import ALL, CONSUMER_AND_PRODUCER, arrive, meet_if
+from hexiseq_triton.kernels.hopper.stealing import count_item, take_item
 from hexiseq_triton.kernels.tilemap import TILE_FIELDS
 
 ROWS = gl.constexpr(64)
@@ -89,34 +89,43 @@ def _load_keys(
 
 
 @gluon.jit
-def _record_tile(records, turn, tile_map, num_tiles, num_heads, heads_together):
-    """Put down what this program's item number `turn` is about, for `tile_number`."""
-    tile, head = work_item(
-        turn, gl.num_programs(0), gl.program_id(0), num_tiles, num_heads, heads_together
-    )
+def _record_tile(records, turn, owner, number, tile_map, num_tiles, num_heads, heads_together):
+    """Put down for `tile_number` what this program's tile number `turn` is about: item `number` of
+    the list of `owner`, or a tile without rows where that is negative."""
+    tile, head = work_item(number, gl.num_programs(0), owner, num_tiles, num_heads, heads_together)
     fields = gl.arange(0, RECORD, gl.BlockedLayout([1], [32], [1], [0]))
-    numbers = gl.load(tile_map + tile * _TILE_FIELDS + fields, mask=fields < _TILE_FIELDS, other=0)
+    inside = (fields < _TILE_FIELDS) & (number >= 0)
+    numbers = gl.load(tile_map + tile * _TILE_FIELDS + fields, mask=inside, other=0)
+    head = gl.where(number >= 0, head, 0)
     records.index(turn % RECORDS).store(gl.where(fields == HEAD, head, numbers))
 
 
 @gluon.jit
 def tile_number(records, turn, FIELD: gl.constexpr):
-    """Return a number of the program's item number `turn`."""
+    """Return a number of the program's tile number `turn`."""
     return get(records.index(turn % RECORDS).slice(FIELD, 1))
 
 
 @gluon.jit
 def produce(
-    q, k, v, tile_map, queries, keys, values, records,
+    q, k, v, taken, tile_map, queries, keys, values, records,
     q_full, q_free, k_full, k_free, v_full, v_free,
     num_tiles, num_heads, heads_together, q_head_start, q_per_kv,
     stride_qh, stride_kh, stride_vh,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
+    total = num_tiles * num_heads
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    count = count_item(taken, program)
+    _record_tile(records, 0, program, 0, tile_map, num_tiles, num_heads, heads_together)
+    if count > 0:  # this program began late, and others have begun its list
+        owner, number = take_item(count, taken, total, programs, program)
+        _record_tile(records, 0, owner, number, tile_map, num_tiles, num_heads, heads_together)
     at = 0
-    count = num_items(num_tiles * num_heads, gl.num_programs(0), gl.program_id(0))
-    _record_tile(records, 0, tile_map, num_tiles, num_heads, heads_together)
-    for turn in range(count):
+    turn = 0
+    rows = 1  # as in the consumers
+    while rows > 0:
         row = tile_number(records, turn, ROW)
         head = tile_number(records, turn, HEAD)
         kv_head = (q_head_start + head) // q_per_kv - q_head_start // q_per_kv
@@ -136,8 +145,10 @@ def produce(
         )  # fmt: skip
         at += 1
         # now, when the next keys are not needed soon
+        count = count_item(taken, program)
+        owner, number = take_item(count, taken, total, programs, program)
         _record_tile(
-            records, gl.minimum(turn + 1, count - 1), tile_map, num_tiles, num_heads, heads_together
+            records, turn + 1, owner, number, tile_map, num_tiles, num_heads, heads_together
         )
         full_begin = tile_number(records, turn, FULL_BEGIN)
         edge_begin = tile_number(records, turn, EDGE_BEGIN)
@@ -166,3 +177,8 @@ def produce(
                     k_row + offset, k_rows - offset, k_column, v_column, at, STAGES, NAMED,
                 )  # fmt: skip
                 at += 1
+        turn += 1
+        rows = tile_number(records, turn, NUM_ROWS)
+    for w in gl.static_range(2):  # the consumers find a tile without rows, and end
+        _wait_until_free(QUERIES_FREE, w, turn, q_free, CONSUMER_AND_PRODUCER, NAMED)
+        mbarrier.arrive(q_full.index(w), count=1)

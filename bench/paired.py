@@ -1,6 +1,6 @@
 """Ours against a peer, side by side: ratios of medians with their 95% intervals.
 
-    python bench/paired.py [WORD ...] [--peers fa4 cudnn] [--rounds 15] [--seconds 5]
+    python bench/paired.py [WORD ...] [--peers fa4 cudnn] [--rounds 15] [--seconds 5] [--beside 8]
 
 A round times every implementation once, in shuffled order, by calls back to back for its share of
 `seconds`: a card at its power limit slows down and recovers within seconds, and so does it for all.
@@ -11,6 +11,8 @@ bench/results/paired.jsonl. WORDs choose the cases whose names contain all of th
     forward, backward   one document; documents of long-tail lengths; 132 or 124 multiprocessors
     carried             64K queries see 64K keys: in one launch (the peer), in several, or in
                         launches of three chunks each
+
+With --beside another kernel holds as many multiprocessors all the while.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from attention_impls import DEVICE, IMPLS, Problem, Unsupported, hexiseq
+from held import held
 from measure import event_ms, keep, long_tail
 
 from hexiseq_triton.kernels import AttentionOptions, HeadMap
@@ -154,9 +157,16 @@ def _repeat(call: Call, times: int) -> None:
         call()
 
 
-def compare(case: Case, peers: Sequence[str], num_rounds: int, seconds: float) -> None:
-    """Time one case and keep a line for each peer."""
-    times = rounds_of(case.build(peers), num_rounds, seconds)
+def compare(
+    case: Case, peers: Sequence[str], num_rounds: int, seconds: float, beside: int = 0
+) -> None:
+    """Time one case, `beside` multiprocessors held by another kernel; keep a line for each peer."""
+    calls = case.build(peers)
+    for call in calls.values():
+        call()
+    with held(beside):
+        times = rounds_of(calls, num_rounds, seconds)
+    name = f"{case.name}-beside{beside}" if beside else case.name
     ours = float(np.median(times[OURS]))
     for peer, peer_times in times.items():
         if peer == OURS:
@@ -164,13 +174,13 @@ def compare(case: Case, peers: Sequence[str], num_rounds: int, seconds: float) -
         ratio, low, high = interval(times[OURS], peer_times)
         theirs = float(np.median(peer_times))
         keep(
-            "paired", case=case.name, direction=case.direction, peer=peer, rounds=num_rounds,
+            "paired", case=name, direction=case.direction, peer=peer, rounds=num_rounds,
             median_ms=round(ours, 4), tflops=round(case.flops / ours / 1e9, 1),
             peer_ms=round(theirs, 4), peer_tflops=round(case.flops / theirs / 1e9, 1),
             ratio=round(ratio, 4), low=round(low, 4), high=round(high, 4),
         )  # fmt: skip
         rates = f"{case.flops / ours / 1e9:6.0f} {peer} {case.flops / theirs / 1e9:6.0f} TFLOP/s"
-        print(f"{case.name:48} {rates}  {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
+        print(f"{name:48} {rates}  {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 
 def main() -> None:
@@ -179,10 +189,11 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=["fa4", "cudnn"], choices=list(IMPLS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each implementation")
+    parser.add_argument("--beside", type=int, default=0, help="multiprocessors that are held")
     args = parser.parse_args()
     for case in (*attention_cases(), *carried_cases()):
         if all(word in case.name for word in args.words):
-            compare(case, args.peers, args.rounds, args.seconds)
+            compare(case, args.peers, args.rounds, args.seconds, args.beside)
             torch.cuda.empty_cache()
 
 

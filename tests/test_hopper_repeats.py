@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ import torch
 from kernel_runs import DEVICE, ON_CARD
 
 from hexiseq_triton.kernels import AttentionOptions, HeadMap
+from hexiseq_triton.kernels.configs import num_sms
 from hexiseq_triton.kernels.forms import form, forms
 from hexiseq_triton.kernels.forward import attention_forward
 from hexiseq_triton.kernels.forward_call import ForwardCall
@@ -32,7 +34,9 @@ pytestmark = [
     pytest.mark.skipif(not ON_HOPPER, reason="needs a card of compute capability 9.0"),
 ]
 BF16, FP16 = torch.bfloat16, torch.float16
+BENCH = Path(__file__).resolve().parent.parent / "bench"
 LAYOUTS = 125
+HELD_LAYOUTS = 40
 REPEATS = 8
 FREE = (0, 8, 100, 128, 131)
 """Multiprocessors left to others, of an H100's 132."""
@@ -77,6 +81,27 @@ def test_random_layouts_repeat_bitwise_and_match_the_portable_kernels(family: Fa
             again = layout.run()
             assert torch.equal(again[0], out), layout
             assert torch.equal(again[1], lse), layout
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_programs_that_begin_late_leave_their_tiles_to_others(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another kernel holds most of the card, so that most programs begin when others have ended,
+    and find all, some or none of their tiles taken."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    from held import held
+
+    layouts = [Layout(family, seed) for seed in range(HELD_LAYOUTS)]
+    for _ in range(3):  # as much memory as below, which cannot be had while the card is busy
+        alone, beside = ([layout.run() for layout in layouts] for _ in range(2))
+    for count in (1, 40, num_sms(torch.device(DEVICE)) - 12, num_sms(torch.device(DEVICE)) - 1):
+        with held(count):
+            beside = [layout.run() for layout in layouts]
+            torch.cuda.current_stream().synchronize()
+        for layout, expected, found in zip(layouts, alone, beside, strict=True):
+            assert torch.equal(found[0], expected[0]), layout
+            assert torch.equal(found[1], expected[1]), layout
 
 
 class Layout:

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST_S = 30.0
-"""The kernel ends after this in any case."""
 _START_S = 10.0
 _WARPS = 8  # with as many, no attention kernel of one program a multiprocessor fits beside it
 
@@ -34,10 +32,11 @@ def _now():
 
 
 @contextmanager
-def held(multiprocessors: int) -> Iterator[None]:
-    """Keep that many multiprocessors busy meanwhile.
+def held(multiprocessors: int, longest_s: float = 30.0) -> Iterator[None]:
+    """Keep that many multiprocessors busy meanwhile, for `longest_s` at most.
 
     What runs inside must have run before: to load a kernel or to get memory can wait for the card.
+    Where processes share a card it can happen that nothing else of this one runs meanwhile.
 
     Raises:
         TimeoutError: if they do not all begin, or were free again before the end.
@@ -51,7 +50,7 @@ def held(multiprocessors: int) -> Iterator[None]:
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         grid = (multiprocessors,)
-        _hold_kernel[grid](begun, stop, int(LONGEST_S * 1e9), num_warps=_WARPS)
+        _hold_kernel[grid](begun, stop, int(longest_s * 1e9), num_warps=_WARPS)
     start = time.monotonic()
     try:
         while int(begun.sum()) < multiprocessors:
@@ -60,7 +59,7 @@ def held(multiprocessors: int) -> Iterator[None]:
         yield
         if stream.query():
             took = time.monotonic() - start
-            raise TimeoutError(f"processors were held for {LONGEST_S:g} s of {took:.0f}")
+            raise TimeoutError(f"processors were held for {longest_s:g} s of {took:g}")
     finally:
         stop.fill_(1)
         stream.synchronize()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from hexiseq_triton.kernels.hopper.api import gl, gluon
 from hexiseq_triton.kernels.hopper.blocks import num_items
 
+
 @gluon.jit
 def _lanes():
     return gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))

@@ -162,8 +162,9 @@ def compare(
 ) -> None:
     """Time one case, `beside` multiprocessors held by another kernel; keep a line for each peer."""
     calls = case.build(peers)
-    for call in calls.values():
-        call()
+    if beside:
+        for call in calls.values():  # else `rounds_of` is the first to run them
+            call()
     with held(beside):
         times = rounds_of(calls, num_rounds, seconds)
     name = f"{case.name}-beside{beside}" if beside else case.name

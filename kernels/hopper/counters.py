@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-COUNTERS = 256
+_COUNTERS = 256
 """Of a launch: more than a card of compute capability 9.0 has multiprocessors."""
 _AT_ONCE = 64
 
@@ -18,7 +18,8 @@ _cleared: dict[tuple[int, int], list[torch.Tensor]] = {}
 
 
 def zero_counters(device: torch.device) -> torch.Tensor:
-    """Return zeros for one launch on the current stream of `device`: [COUNTERS], int32."""
+    """Return zeros for one launch on the current stream of `device`: int32, one for each of its
+    multiprocessors and more."""
     if torch.cuda.is_current_stream_capturing():  # the graph must clear them each time it runs
         return _clear(1, device)[0]
     stream = triton.runtime.driver.active.get_current_stream(device.index)  # as launches find it
@@ -31,4 +32,4 @@ def zero_counters(device: torch.device) -> torch.Tensor:
 
 
 def _clear(count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    return torch.zeros(count, COUNTERS, dtype=torch.int32, device=device).unbind()
+    return torch.zeros(count, _COUNTERS, dtype=torch.int32, device=device).unbind()
